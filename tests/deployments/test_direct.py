@@ -54,6 +54,7 @@ from tests.deployments.test_gateways import (
     KEYS,
     PROMPT,
     Gateways,
+    LocalLink,
     ar,
     engines,
     eventually,
@@ -168,11 +169,11 @@ async def opened(gateways: Gateways, token: str | None = None) -> Opened:
 
 
 async def issue(
-    gateways: Gateways, session_id: str, token: str | None = None, tokens: int = 0
+    gateways: Gateways, session_id: str, token: str | None = None, tokens: int = 0, at: int = 0
 ) -> ticket_pb2.Ticket:
-    """A ticket, as any client gets one."""
+    """A ticket, as any client gets one at gateway ``at``."""
     metadata = () if token is None else bearer(token)
-    async with grpc.aio.insecure_channel(gateways.servers[0].address) as channel:
+    async with grpc.aio.insecure_channel(gateways.servers[at].address) as channel:
         stub: Any = ticket_pb2_grpc.TicketServiceStub(channel)
         request = ticket_pb2.TicketRequest(session_id=session_id, tokens=tokens)
         try:
@@ -450,8 +451,10 @@ async def test_a_ticket_that_expires_or_is_used_up_is_renewed_on_the_stream(
         with pytest.raises(ResourceExhausted, match="used up: ask the gateway for another ticket"):
             await stream.verify(transcript)
         transcript.rounds.clear()
-        with pytest.raises(ResourceExhausted, match="used up"):  # as one that is used again
-            await RawStream(first.address, first.ticket).resume(transcript.session_id)
+        again = RawStream(first.address, first.ticket)
+        with pytest.raises(ResourceExhausted, match="used up"):
+            await again.resume(transcript.session_id)
+        await again.close()
         with pytest.raises(Unauthenticated, match="knows no such ticket"):
             await stream.verify(transcript, "another")
         transcript.rounds.clear()
@@ -520,6 +523,36 @@ async def test_rounds_go_through_the_gateway_when_the_listener_is_lost(
                 if how == "stops":
                     assert counters.direct_failures == 1
             netem.partition(False)
+        assert await gateways.idle()
+
+
+async def test_a_session_goes_on_at_another_target(
+    engines: list[EngineThread], runners: list[ModelRunner]
+) -> None:
+    truth = ar(runners[0], LONG)
+    async with Gateways(engines, config=config()) as gateways:
+        loop = asyncio.get_running_loop()
+
+        async def stop() -> None:
+            pairs = zip(gateways.targets, gateways.listeners, strict=True)
+            (lost,) = [pair for pair in pairs if pair[0].verify and pair[0].verify.sessions]
+            gateways.leases.addresses.remove(lost[0].address)
+            for server in lost:
+                await server.stop(0)
+
+        def run(client: DeviceClient) -> None:
+            is_lost = False
+            for _ in client.generate(PROMPT, LONG):
+                if not is_lost and client.result.counters.direct_rounds > 3:
+                    is_lost = True
+                    asyncio.run_coroutine_threadsafe(stop(), loop).result(5)
+            assert is_lost
+
+        with await device(gateways, truth) as client:
+            await asyncio.to_thread(run, client)
+            assert client.result.token_ids == truth
+            assert client.result.counters.direct_failures == 1
+            assert client.result.counters.num_opened >= 2
         assert await gateways.idle()
 
 
@@ -658,6 +691,30 @@ async def test_a_ticket_is_paid_at_once_and_what_is_left_comes_back(
         assert tokens_used(gateways) == paid + 5
         session = await opened(gateways, ALICE)
         await session.close()
+        assert await gateways.idle()
+
+
+async def test_tickets_of_two_gateways_are_bounded_by_the_quota(
+    engines: list[EngineThread], tmp_path: Path
+) -> None:
+    """By one ticket at each gateway, when the quota has a token left there."""
+    most, ticket = 400, 100
+    tenants = write_tenants(tmp_path / "tenants.yaml", alice={"tokens_per_minute": most})
+    async with Gateways(
+        engines, link=LocalLink(), tenants=tenants, config=config(ticket_tokens=ticket)
+    ) as gateways:
+        sessions = [await opened(gateways, ALICE) for _ in range(8)]
+        started, granted, num_refused = time.monotonic(), 0, 0
+        for i, session in enumerate(sessions):
+            try:
+                granted += (await issue(gateways, session.session_id, ALICE, at=i % 2)).tokens
+            except ResourceExhausted:
+                num_refused += 1
+        filled = most / 60 * (time.monotonic() - started + 1)
+        assert num_refused
+        assert granted + len(sessions) * len(PROMPT) <= most + filled + 2 * ticket
+        for session in sessions:
+            await session.close()
         assert await gateways.idle()
 
 

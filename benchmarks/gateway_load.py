@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -212,14 +213,14 @@ async def measure(gateway: str, pid: int, num_sessions: int, count: int, repeats
         print(f"{name:24} {1e3 * middle:.2f} ms ({spread}): {1 / middle:5.0f} a second on a core")
 
 
-def start(stack: ExitStack, *arguments: str) -> tuple[str, int]:
-    """A process of this module; returns its address and id."""
-    command = [sys.executable, "-m", "benchmarks.gateway_load", *arguments]
+def start(stack: ExitStack, module: str, *arguments: str) -> tuple[str, int]:
+    """A process that prints its address; returns that and the process's id."""
+    command = [sys.executable, "-m", module, *arguments]
     process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
     stack.callback(process.kill)
     assert process.stdout is not None
     address = process.stdout.readline().strip()
-    assert address, f"{arguments[1]} did not start"
+    assert address, f"{module} {' '.join(arguments)} did not start"
     return address, process.pid
 
 
@@ -251,10 +252,9 @@ async def main() -> None:
         await asyncio.Event().wait()
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         tenants = write_tenants(folder)
-        target, _ = start(stack, "--serve", "target")
-        gateway, pid = start(
-            stack, "--serve", "gateway", "--target", target, "--tenants", str(tenants)
-        )
+        this = partial(start, stack, "benchmarks.gateway_load")
+        target, _ = this("--serve", "target")
+        gateway, pid = this("--serve", "gateway", "--target", target, "--tenants", str(tenants))
         await measure(gateway, pid, options.sessions, options.rounds, options.repeats)
 
 

@@ -128,6 +128,15 @@ def draft(
             help="Always draft here, even where the server alone is measured to be faster.",
         ),
     ] = False,
+    direct: Annotated[
+        str,
+        typer.Option(
+            "--direct",
+            metavar="auto|never",
+            help="auto: send rounds to the target past the gateway, where the gateway gives "
+            "tickets for that and this machine reaches the target.",
+        ),
+    ] = "auto",
     threads: Threads = None,
     ca: Ca = None,
     cert: Cert = None,
@@ -178,6 +187,7 @@ def draft(
         give_up=give_up,
         only_device=only_device,
         numerics_mismatch=numerics_mismatch or "refuse",
+        direct=direct,
         threads=threads,
         connection=client_options(server, ca, cert, key, token_file),
         screen=screen,
@@ -198,6 +208,7 @@ def _run(
     give_up: float,
     only_device: bool,
     numerics_mismatch: str,
+    direct: str,
     threads: int | None,
     connection: Mapping[str, Any],
     screen: _Screen,
@@ -205,12 +216,14 @@ def _run(
     from paceline.config import parse_speculation
     from paceline.drafters.draft_model import DraftModel
     from paceline.methods import METHODS
-    from paceline.rpc.client import open_channel
+    from paceline.rpc.client import open_channel, open_direct
     from paceline.rpc.device import LADDER, DeviceClient, checked_speculation
     from paceline.rpc.ladder import Mode
     from paceline.rpc.reconnect import Patience
 
     check_mismatch(numerics_mismatch)
+    if direct not in ("auto", "never"):
+        raise InvalidArgument("direct", direct, "auto or never")
     if not give_up > 0:
         raise InvalidArgument("give_up", give_up, "seconds above 0")
     method_name = "draft_model" if target_tokenizer is None else "omnidraft"
@@ -221,6 +234,7 @@ def _run(
     config = checked_speculation(parse_speculation(given))
     patience = Patience(give_up=give_up)
     connect = partial(open_channel, **connection)
+    without_token = {name: value for name, value in connection.items() if name != "token"}
     path = local_model(drafter or "demo-drafter")
     assert path is not None  # only None stays None
     with err.status("loading the drafter ..."):
@@ -246,6 +260,7 @@ def _run(
         offline_ok=offline_ok,
         numerics_mismatch=numerics_mismatch,
         modes=(Mode.DEVICE,) if only_device else LADDER,
+        direct=partial(open_direct, **without_token) if direct == "auto" else None,
         on_unverified=screen.unverified,
     ) as client:  # fmt: skip
         ids = prompt_ids(request, tokenizer, target_tokenizer or path)
@@ -356,6 +371,8 @@ def _result(
         "bytes_down_per_round": counters.bytes_down / answered,
         "num_failures": counters.num_failures,
         "num_resumed": counters.num_resumed,
+        "direct_rounds": counters.direct_rounds,
+        "direct_failures": counters.direct_failures,
         "mode_changes": [
             {"after_tokens": change.num_tokens, "from": change.old.value, "to": change.new.value}
             for change in result.mode_changes

@@ -70,6 +70,7 @@ def _target(
         name=TARGET,
         request_router_config=RequestRouterConfig(request_router_class=router),
         **_num_replicas(config, config.target),
+        max_replicas_per_node=1 if config.direct.enabled and config.direct.port else None,
         # The engine refuses what exceeds its limits, with a reason; Serve would queue it. A full
         # queue is still open to tenants with less than their share of it.
         max_ongoing_requests=limits.max_sessions + 2 * limits.max_waiting + 16,

@@ -492,6 +492,38 @@ class OnlineConfig(_Block):
         return {"num_cpus": self.num_cpus, "resources": self.resources}
 
 
+class DirectConfig(_Block):
+    """Rounds of devices that reach the targets themselves, past the gateway (docs/protocol.md).
+
+    Certificate, limits and time-outs of the targets' listeners are those of the gateway.
+    """
+
+    enabled: bool = Field(
+        False, description="Each target listens for devices with a ticket of a gateway."
+    )
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="Interface of each target to listen on; clients are told it, or for 0.0.0.0 "
+        "and :: the address of its node.",
+    )
+    port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of each target; 0 picks a free one, any other one means at most one "
+        "target on a node.",
+    )
+    ticket_s: float = Field(60.0, ge=1, le=3600, description="Seconds that a ticket is good for.")
+    ticket_tokens: int = Field(
+        512,
+        ge=1,
+        le=1_000_000,
+        description="Tokens that one ticket lets a session commit; its tenant's quota pays them "
+        "at once, and gets back what is not used.",
+    )
+
+
 class TracingConfig(_Block):
     """OpenTelemetry traces; what is null is taken from the standard OTEL_* variables."""
 
@@ -544,6 +576,7 @@ class DeploymentConfig(_Block):
     gateway: GatewayConfig = GatewayConfig()
     vllm: VllmConfig = VllmConfig()
     online: OnlineConfig = OnlineConfig()
+    direct: DirectConfig = DirectConfig()
     tracing: TracingConfig = TracingConfig()
 
     @property
@@ -774,6 +807,7 @@ def _with_secure_ports(config: DeploymentConfig) -> DeploymentConfig:
             "cert and key (`paceline certs` makes some for a trial), gateway.host on loopback, or "
             "gateway.insecure: true",
         )
+    _check_direct(config)
     if config.data_plane == "node_ip" and data is None and not config.data_plane_insecure:
         raise InvalidArgument(
             "data_plane_tls",
@@ -792,6 +826,23 @@ def _with_secure_ports(config: DeploymentConfig) -> DeploymentConfig:
     if data is not None:
         data = _absolute(data, "cert", "key", "ca")
     return config.model_copy(update={"gateway": gateway, "data_plane_tls": data})
+
+
+def _check_direct(config: DeploymentConfig) -> None:
+    """Raise InvalidArgument if targets cannot have a listener for devices, or not that one."""
+    if not config.direct.enabled:
+        return
+    if config.engine == "vllm":
+        raise InvalidArgument(
+            "direct.enabled", True, "false with engine vllm, which takes no drafts of devices"
+        )
+    if config.gateway.tls is None and not config.gateway.insecure:
+        check_plain_text(
+            config.direct.host,
+            "gateway.tls",
+            "cert and key, which targets show as well, direct.host on loopback, or "
+            "gateway.insecure: true",
+        )
 
 
 def _absolute(block: B, *names: str) -> B:

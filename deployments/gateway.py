@@ -22,7 +22,12 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from paceline.deployments.affinity import PrefixTable, message_keys
-from paceline.deployments.config import TENANTS_VARIABLE, DeploymentConfig, GatewayConfig
+from paceline.deployments.config import (
+    TENANTS_VARIABLE,
+    DeploymentConfig,
+    DirectConfig,
+    GatewayConfig,
+)
 from paceline.deployments.lease import IdleLeases, Lease, open_lease
 from paceline.deployments.ledger import START_S, RayLink, SharedQuotas
 from paceline.deployments.metrics import report_gauges
@@ -39,7 +44,7 @@ from paceline.deployments.target_calls import (
     metadata_of,
     parsed,
 )
-from paceline.deployments.verify_relay import VERIFY, VerifyRelay
+from paceline.deployments.verify_relay import VerifyRelay
 from paceline.errors import (
     NumericsMismatch,
     ResourceExhausted,
@@ -89,6 +94,7 @@ class Relay:
         tracing: None traces nothing.
         prefixes: which target has read which beginnings of prompts; None: all are alike.
         poison: what is known of requests whose targets died; None: what this gateway sees alone.
+        direct: as of VerifyRelay.
     """
 
     def __init__(
@@ -103,6 +109,7 @@ class Relay:
         tracing: Tracing | None = None,
         prefixes: PrefixTable | None = None,
         poison: Poison | None = None,
+        direct: DirectConfig | None = None,
     ) -> None:
         self._calls = TargetCalls(open_lease, tls)
         self._prefixes = prefixes
@@ -118,6 +125,7 @@ class Relay:
             session_ids=session_ids or SessionIds.random(),
             tracing=tracing,
             prefixes=prefixes,
+            direct=direct,
         )
 
     @property
@@ -131,7 +139,7 @@ class Relay:
         return self._verify.num_sessions
 
     def register(self, server: grpc.aio.Server) -> list[str]:
-        """Add both services, without codecs: messages stay bytes."""
+        """Add the services, without codecs: messages stay bytes."""
         handlers: dict[str, dict[str, Any]] = {
             GENERATE: {
                 "Generate": grpc.unary_stream_rpc_method_handler(self._generate),
@@ -139,7 +147,7 @@ class Relay:
                 "Tokenize": grpc.unary_unary_rpc_method_handler(self._tokenize),
                 "Detokenize": grpc.unary_unary_rpc_method_handler(self._detokenize),
             },
-            VERIFY: self._verify.handlers,
+            **self._verify.handlers,
         }
         for service, methods in handlers.items():
             server.add_generic_rpc_handlers(
@@ -411,6 +419,7 @@ class GatewayDeployment:
             tracing=tracing,
             prefixes=PrefixTable() if config.target.prefix_affinity else None,
             poison=self._quotas.poison,
+            direct=config.direct if config.direct.enabled else None,
         )
         self._tracing = tracing
         # Load balancers send clients here as soon as the port is open: that has to mean a target.

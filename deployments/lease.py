@@ -47,6 +47,8 @@ class Endpoint:
         fingerprint: of a target's numerics; "" for a drafter, or if unknown.
         with_adapters: of its numerics with each of its adapters.
         lease_id: the replica's name for the lease that it answers.
+        unused: of a session that has ended, tokens of its tickets (``tickets.py``) that it has not
+            used; below 0: it has used more.
     """
 
     address: str
@@ -55,6 +57,7 @@ class Endpoint:
     fingerprint: str = ""
     lease_id: str = ""
     with_adapters: tuple[str, ...] = ()
+    unused: int = 0
 
     def has(self, fingerprint: str) -> bool:
         """Whether the target has these numerics, with an adapter or without; "" fits all."""
@@ -94,9 +97,11 @@ class Holder:
 
 
 class _End(asyncio.Event):
-    """Set when a lease ends. ``session``: because its session has ended, and not the replica."""
+    """Set when a lease ends. ``session``: because its session has ended, and not the replica;
+    ``unused`` as of the endpoint."""
 
     session = False
+    unused = 0
 
 
 class LeaseBook:
@@ -134,18 +139,22 @@ class LeaseBook:
             yield replace(self.endpoint, lease_id=lease_id)
             await end.wait()
             if end.session:
-                yield self.endpoint
+                yield replace(self.endpoint, unused=end.unused)
         finally:
             del self._by_id[lease_id]
             ends.discard(end)
             if not ends and self._ends.get(holder) is ends:
                 del self._ends[holder]
 
-    def session_ended(self, lease_id: str) -> None:
-        """End the lease of a session, which ended by whichever gateway."""
+    def session_ended(self, lease_id: str, unused: int = 0) -> None:
+        """End the lease of a session, which ended by whichever gateway.
+
+        Args:
+            unused: as of the endpoint.
+        """
         end = self._by_id.get(lease_id)
         if end is not None:
-            end.session = True
+            end.session, end.unused = True, unused
             end.set()
 
     def close(self) -> None:
@@ -172,6 +181,7 @@ class Lease:
     Attributes:
         lost: the replica has ended the lease because it stops, or is dead.
         ended: the replica lives, or stops in order.
+        unused: as of the endpoint, when the session has ended.
     """
 
     def __init__(self, endpoint: Endpoint, response: DeploymentResponseGenerator[Endpoint]) -> None:
@@ -179,6 +189,7 @@ class Lease:
         self.opened_at = time.monotonic()
         self.lost = False
         self.ended = False
+        self.unused = 0
         self._response = response
         self._on_lost: set[Callable[[], object]] = set()
         self._on_end: Callable[[], object] | None = None
@@ -217,7 +228,9 @@ class Lease:
             session_ended = await anext(self._response, None)
             self.ended = True
         self._is_over = True
-        if session_ended is None:
+        if session_ended is not None:
+            self.unused = session_ended.unused
+        else:
             self.lost = True
             for callback in list(self._on_lost):
                 callback()
@@ -233,6 +246,7 @@ class Unleased(Lease):
         self.opened_at = time.monotonic()
         self.lost = False
         self.ended = False
+        self.unused = 0
 
     def on_lost(self, callback: Callable[[], object]) -> None:
         """Never called: the connection tells."""

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import InvalidArgument
+from paceline.errors import InvalidArgument, SessionNotFound
 
 logger = logging.getLogger(__name__)
 
@@ -104,14 +104,31 @@ class SessionIds:
                 self._refreshed_at = time.monotonic()
                 self._keys = tuple(await self._source()) or self._keys
 
-    def _read(self, signed: bytes, owner: str | None) -> SessionPlace | None:
+    def ticket_key(self, session_id: str) -> bytes:
+        """The key of a session's tickets, made of the key that signed its id.
+
+        Raises:
+            SessionNotFound: as :meth:`find` returns None.
+        """
+        signed = _decoded(session_id)
+        key = None if signed is None else self._key_of(signed)
+        if key is None:
+            raise SessionNotFound(session_id)
+        return hmac.digest(key, b"ticket" + session_id.encode(), hashlib.sha256)
+
+    def _key_of(self, signed: bytes) -> bytes | None:
         payload, mac = signed[:-_MAC], signed[-_MAC:]
-        for key in self._keys:
-            if hmac.compare_digest(_mac(key, payload), mac):
-                nonce, rest = payload[1 : 1 + _NONCE], payload[1 + _NONCE :]
-                is_owners = hmac.compare_digest(_tag(key, nonce, owner), rest[:_TAG])
-                return SessionPlace(rest[_TAG:].decode(), is_owners)
-        return None
+        signers = (key for key in self._keys if hmac.compare_digest(_mac(key, payload), mac))
+        return next(signers, None)
+
+    def _read(self, signed: bytes, owner: str | None) -> SessionPlace | None:
+        key = self._key_of(signed)
+        if key is None:
+            return None
+        payload = signed[:-_MAC]
+        nonce, rest = payload[1 : 1 + _NONCE], payload[1 + _NONCE :]
+        is_owners = hmac.compare_digest(_tag(key, nonce, owner), rest[:_TAG])
+        return SessionPlace(rest[_TAG:].decode(), is_owners)
 
 
 def _mac(key: bytes, payload: bytes) -> bytes:

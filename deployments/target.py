@@ -12,6 +12,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from paceline.deployments.config import DeploymentConfig
+from paceline.deployments.direct import DirectListener
 from paceline.deployments.drafter_leases import DrafterLeases
 from paceline.deployments.experience import ExperienceFile
 from paceline.deployments.learner import RejectionSender, WeightsFollower
@@ -19,6 +20,7 @@ from paceline.deployments.lease import Endpoint, Holder, LeaseBook, data_host
 from paceline.deployments.metrics import report_engine
 from paceline.errors import InvalidArgument
 from paceline.rpc.access import Gate
+from paceline.rpc.audit import Audit
 from paceline.rpc.bridge import on_engine
 from paceline.rpc.drafter_pool import DrafterPool
 from paceline.rpc.generate_service import ModelInfo
@@ -79,6 +81,7 @@ class TargetDeployment:
         sys.setswitchinterval(SWITCH_S)
         self._drafters = drafters
         self._pool: DrafterPool | None = None
+        direct = self._direct = DirectListener(config, audit=Audit())
         self._leasing: asyncio.Task[None] | None = None
         self._experience: asyncio.Task[None] | None = None
         self._learning: list[asyncio.Task[None]] = []
@@ -109,7 +112,8 @@ class TargetDeployment:
             idle_timeout_s=config.target.idle_timeout_s,
             tracing=self._tracing,
             numerics_mismatch=config.target.numerics_mismatch,
-            lease_ended=lambda lease_id: self._leases.session_ended(lease_id),
+            lease_ended=lambda lease: self._leases.session_ended(lease, direct.unused(lease)),
+            register=direct.register if config.direct.enabled else None,
         )
         self._reporting = report_engine(config.model.name, self._engine, self._server.gate)
         target = self._engine.engine.target
@@ -118,6 +122,8 @@ class TargetDeployment:
             self._server.address, self._fingerprint,
             tuple(str(target.fingerprint_of(adapter)) for adapter in target.adapters),
         )  # fmt: skip
+        if config.direct.enabled and self._server.verify is not None:
+            await direct.start(self._server.verify)
         if config.engine != "vllm":
             file = ExperienceFile.of_thread(engine, self._fingerprint)
             self._experience = asyncio.create_task(file.run())
@@ -272,6 +278,7 @@ class TargetDeployment:
         # Serve awaits this once, after draining. The constructor may have failed half-way.
         if hasattr(self, "_leases"):
             self._leases.close()
+            await self._direct.stop(grace=0.5)
             await self._server.stop(grace=0.5)
             await self._reporting.stop()
             if self._tracing is not None:

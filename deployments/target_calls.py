@@ -234,11 +234,16 @@ def metadata_of(admission: CallAdmission, span: Span | None = None) -> Metadata:
     """
     metadata: Metadata = ()
     if admission.owner is not None:  # metadata cannot carry every tenant's name
-        scope = hashlib.sha256(admission.owner.encode()).hexdigest()
-        metadata = ((CACHE_SCOPE, scope), (WEIGHT, f"{admission.weight:g}"))
+        metadata = ((CACHE_SCOPE, scope_of(admission)), (WEIGHT, f"{admission.weight:g}"))
         if admission.teaches:
             metadata = (*metadata, (ONLINE_TRAINING, "1"))
     return metadata if span is None else (*metadata, ("traceparent", span.traceparent))
+
+
+def scope_of(admission: CallAdmission) -> str:
+    """How targets know the owner of a call: a digest of the tenant's name; "" without tenants."""
+    owner = admission.owner
+    return "" if owner is None else hashlib.sha256(owner.encode()).hexdigest()
 
 
 def parsed(message: type[M], data: bytes) -> M:

@@ -16,13 +16,22 @@ from typing import Any
 import grpc
 
 from paceline.deployments.affinity import PrefixTable, message_keys
+from paceline.deployments.config import DirectConfig
 from paceline.deployments.lease import Lease
 from paceline.deployments.session_ids import SessionIds
-from paceline.deployments.target_calls import Metadata, TargetCalls, TargetGone, metadata_of, parsed
+from paceline.deployments.target_calls import (
+    Metadata,
+    TargetCalls,
+    TargetGone,
+    metadata_of,
+    parsed,
+    scope_of,
+)
+from paceline.deployments.tickets import TICKETS, DirectTicket, sign_ticket
 from paceline.errors import FailedPrecondition, PacelineError, SessionNotFound
 from paceline.rpc.access import LEASE_ID, SESSION_ID, CallAdmission, Gate
 from paceline.rpc.errors import DeadlineExceeded, to_status
-from paceline.rpc.gen.paceline.v1 import verify_pb2
+from paceline.rpc.gen.paceline.v1 import ticket_pb2, verify_pb2
 from paceline.rpc.quotas import QuotaExceeded
 from paceline.rpc.streams import within
 from paceline.rpc.tracing import Tracing, traced, traceparent_of
@@ -69,6 +78,7 @@ class VerifyRelay:
         session_ids: with the keys of all gateways.
         tracing: None traces nothing.
         prefixes: as of the relay.
+        direct: what tickets are good for; None: this gateway gives none.
     """
 
     def __init__(
@@ -80,8 +90,10 @@ class VerifyRelay:
         session_ids: SessionIds,
         tracing: Tracing | None,
         prefixes: PrefixTable | None = None,
+        direct: DirectConfig | None = None,
     ) -> None:
         self._calls = calls
+        self._direct = direct
         self._prefixes = prefixes
         self._idle_timeout_s = idle_timeout_s
         self._gate = gate
@@ -90,15 +102,19 @@ class VerifyRelay:
         self._held: dict[str, _Route] = {}  # sessions that were opened here
 
     @property
-    def handlers(self) -> dict[str, Any]:
-        """The service's methods, without codecs: messages stay bytes."""
-        unary = grpc.unary_unary_rpc_method_handler
+    def handlers(self) -> dict[str, dict[str, Any]]:
+        """The methods of each service, without codecs: messages stay bytes."""
+        unary: Any = grpc.unary_unary_rpc_method_handler
+        tickets = {} if self._direct is None else {TICKETS: {"Issue": unary(self._issue)}}
         return {
-            "Session": grpc.stream_stream_rpc_method_handler(self._session),
-            "Open": unary(self._open),
-            "Verify": unary(self._verify),
-            "Truncate": unary(self._truncate),
-            "Close": unary(self._close),
+            VERIFY: {
+                "Session": grpc.stream_stream_rpc_method_handler(self._session),
+                "Open": unary(self._open),
+                "Verify": unary(self._verify),
+                "Truncate": unary(self._truncate),
+                "Close": unary(self._close),
+            },
+            **tickets,
         }
 
     # --- a stream for each session --------------------------------------------------------------
@@ -135,8 +151,11 @@ class VerifyRelay:
                 message = verify_pb2.VerifyReply.FromString(reply)
                 if message.HasField("open"):
                     self._opened(route, message.open)
+                    if self._direct is not None:
+                        message.open.direct = True
+                        reply = message.SerializeToString()
                 elif message.HasField("close"):
-                    self._ended(route.session_id)
+                    self._closed(route.session_id)
                 await stream.pass_on(reply, message)
         except _UnreadAnswer:  # nothing reads, as with a session that is idle
             await self._give_up(route)
@@ -153,7 +172,7 @@ class VerifyRelay:
         request = verify_pb2.CloseRequest(session_id=route.session_id).SerializeToString()
         with suppress(PacelineError):
             await self._calls.unary(route.lease, f"/{VERIFY}/Close", request, CLOSE_S)
-        self._ended(route.session_id)
+        self._closed(route.session_id)
 
     # --- unary calls ----------------------------------------------------------------------------
 
@@ -188,7 +207,7 @@ class VerifyRelay:
         except SessionNotFound:  # gone already: not an error
             return verify_pb2.CloseResult().SerializeToString()
         reply = await self._on_session(route, "Close", request, context)
-        self._ended(route.session_id)
+        self._closed(route.session_id)
         return reply
 
     async def _on_session(
@@ -196,6 +215,51 @@ class VerifyRelay:
     ) -> bytes:
         path, timeout_s = f"/{VERIFY}/{method}", context.time_remaining()
         return await self._calls.unary(route.lease, path, request, timeout_s)
+
+    # --- tickets --------------------------------------------------------------------------------
+
+    async def _issue(self, request: bytes, context: Context) -> bytes:
+        """A ticket for a session of the caller, who pays for all of its tokens now."""
+        assert self._direct is not None  # or there is no such method
+        message = parsed(ticket_pb2.TicketRequest, request)
+        route = await self._of_caller(message.session_id)
+        key = self._session_ids.ticket_key(message.session_id)
+        await self._gate.before_round()
+        admission, seconds = route.admission, self._direct.ticket_s
+        admission.round()
+        tokens = admission.affordable(
+            min(message.tokens or self._direct.ticket_tokens, self._direct.ticket_tokens)
+        )
+        # Before the grant, and for good if its answer is lost: a caller with a short deadline would
+        # get the next ticket for nothing.
+        admission.charge(tokens)
+        grant = ticket_pb2.GrantRequest(
+            session_id=message.session_id, key=key, tokens=tokens, seconds=seconds
+        ).SerializeToString()
+        try:
+            reply = await self._calls.unary(
+                route.lease, f"/{TICKETS}/Grant", grant, context.time_remaining()
+            )
+        except (DeadlineExceeded, TargetGone):
+            raise
+        except PacelineError:  # the target's refusal
+            admission.give_back(tokens)
+            raise
+        granted = ticket_pb2.GrantResult.FromString(reply)
+        admission.give_back(granted.granted - granted.used)  # what is left of the last ticket
+        ticket = DirectTicket(
+            message.session_id,
+            scope_of(admission),
+            granted.address,
+            granted.limit,
+            granted.expires_at,
+        )
+        return ticket_pb2.Ticket(
+            ticket=sign_ticket(ticket, key),
+            address=granted.address,
+            tokens=tokens,
+            seconds=seconds,
+        ).SerializeToString()
 
     # --- routes ---------------------------------------------------------------------------------
 
@@ -261,10 +325,16 @@ class VerifyRelay:
         lease = self._calls.unleased(place.address) if held is None else held.lease
         return _Route(lease, self._gate.visit(), session_id, is_open=True)
 
+    def _closed(self, session_id: str) -> None:
+        """The target has closed a session. With tickets, its lease tells what they have left."""
+        if self._direct is None:
+            self._ended(session_id)
+
     def _ended(self, session_id: str) -> None:
         """A session is over, or its target is lost."""
         route = self._held.pop(session_id, None)
         if route is not None:
+            route.admission.give_back(route.lease.unused)
             route.admission.release()
             route.lease.release()
 

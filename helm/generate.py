@@ -46,6 +46,7 @@ DECIDED = {
         "session_keys",
         "audit_log",
     },
+    "direct": {"host"},
     "tracing": {"folder"},
 }
 
@@ -95,6 +96,7 @@ def _narrow(blocks: dict[str, Any]) -> None:
     blocks["model"]["properties"]["drafter_device"] = {**device, "type": ["string", "null"]}
     gateway = blocks["gateway"]["properties"]
     gateway["grpc_port"]["minimum"] = 1  # a Service needs to know it
+    blocks["direct"]["properties"]["port"]["minimum"] = 1  # and a network policy
     gateway["http_port"]["anyOf"][0]["minimum"] = 1
 
 

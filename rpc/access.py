@@ -279,7 +279,7 @@ class Gate:
         if tenants is None or public:
             return
         try:
-            digest = digest_of(_token(headers))
+            digest = digest_of(token_of(headers))
             tenant = tenants.find(digest)
         except (Unauthenticated, PermissionDenied) as error:
             self.record_refusal(error)
@@ -564,6 +564,15 @@ class CallAdmission:
             self._count(num_tokens - self._reserved)
             self._reserved = None
 
+    def give_back(self, num_tokens: int) -> None:
+        """Take back a charge of tokens that the owner has not used after all."""
+        self._count(-num_tokens)
+
+    def affordable(self, num_tokens: int) -> int:
+        """``num_tokens``, but at most what the owner's quota has for a minute."""
+        most = self._accounts[0].quotas.tokens_per_minute
+        return num_tokens if most is None else max(1, min(num_tokens, int(most)))
+
     def _count(self, num_tokens: int) -> None:
         for account in self._accounts:
             account.count_tokens(num_tokens)
@@ -590,7 +599,7 @@ class CallAdmission:
 _UNREAD = (InvalidArgument, ResourceExhausted, FailedPrecondition)
 
 
-def _token(headers: Iterable[tuple[str, Any]]) -> str:
+def token_of(headers: Iterable[tuple[str, Any]]) -> str:
     """The bearer token of a call.
 
     Raises:

@@ -96,6 +96,7 @@ class _Access:
         cert: str | PathLike[str] | None,
         key: str | PathLike[str] | None,
         token: str | None,
+        server_name: str | None = None,
     ) -> None:
         files = {"ca": ca, "cert": cert, "key": key}
         given = {name: str(value) for name, value in files.items() if value is not None}
@@ -108,6 +109,9 @@ class _Access:
             if given.get("ca") == SYSTEM_CA:
                 del given["ca"]
             self.credentials = ClientTls(**given).credentials()
+        self.options = CHANNEL_OPTIONS
+        if server_name is not None:
+            self.options += ClientTls(server_name=server_name).options
         self.metadata: Metadata = () if token is None else bearer(token)
         host = address.rpartition(":")[0]
         if token is not None and self.credentials is None and not is_loopback(host):
@@ -119,8 +123,8 @@ class _Access:
     def open(self, module: Any) -> Any:
         """A channel of ``grpc`` or ``grpc.aio``."""
         if self.credentials is None:
-            return module.insecure_channel(self.address, options=CHANNEL_OPTIONS)
-        return module.secure_channel(self.address, self.credentials, options=CHANNEL_OPTIONS)
+            return module.insecure_channel(self.address, options=self.options)
+        return module.secure_channel(self.address, self.credentials, options=self.options)
 
 
 class _CallDetails(NamedTuple):
@@ -177,7 +181,37 @@ def open_channel(
 
     Args, Raises: as :class:`Client`.
     """
-    access = _Access(address, credentials=credentials, ca=ca, cert=cert, key=key, token=token)
+    return _blocking(
+        _Access(address, credentials=credentials, ca=ca, cert=cert, key=key, token=token)
+    )
+
+
+def open_direct(
+    address: str,
+    ticket: str,
+    gateway: str,
+    *,
+    credentials: grpc.ChannelCredentials | None = None,
+    ca: str | PathLike[str] | None = None,
+    cert: str | PathLike[str] | None = None,
+    key: str | PathLike[str] | None = None,
+) -> grpc.Channel:
+    """A blocking channel to a target past its gateway; its certificate must be the gateway's.
+
+    Args:
+        address: of the target, and ``ticket``: as the gateway gave them.
+        gateway: HOST:PORT.
+
+    Further args, Raises: as :class:`Client`; a ticket is a token.
+    """
+    access = _Access(
+        address, credentials=credentials, ca=ca, cert=cert, key=key, token=ticket,
+        server_name=gateway.rpartition(":")[0].strip("[]"),
+    )  # fmt: skip
+    return _blocking(access)
+
+
+def _blocking(access: _Access) -> grpc.Channel:
     channel: grpc.Channel = access.open(grpc)
     if access.metadata:
         channel = grpc.intercept_channel(channel, _AddMetadata(access.metadata))

@@ -22,6 +22,7 @@ from paceline.plan import resolve
 from paceline.request import Request
 from paceline.rpc.ahead import MAX_IN_FLIGHT
 from paceline.rpc.client import open_channel
+from paceline.rpc.direct import ConnectDirect
 from paceline.rpc.errors import ServerUnavailable
 from paceline.rpc.ladder import Ladder, Mode
 from paceline.rpc.reconnect import Connect, Patience, RemoteCounters
@@ -190,6 +191,8 @@ class DeviceClient:
         modes: allowed ways to get tokens, beginning with the first; without "server" where the
             target cannot run its default method.
         max_in_flight: rounds under way at a time.
+        direct: makes a channel to a target past the gateway (``open_direct``), where gateways give
+            tickets; None: all rounds go through the gateway.
         on_unverified: called while no server answers, each time that the drafter has decoded more
             alone: with all tokens after the committed ones. The rounds to come commit either these
             tokens or others in their place.
@@ -214,6 +217,7 @@ class DeviceClient:
         numerics_mismatch: str = "refuse",
         modes: Sequence[Mode] = LADDER,
         max_in_flight: int = MAX_IN_FLIGHT,
+        direct: ConnectDirect | None = None,
         on_unverified: Callable[[Sequence[int]], None] = lambda token_ids: None,
         catalogue: Mapping[str, Method] = METHODS,
     ) -> None:
@@ -246,6 +250,7 @@ class DeviceClient:
             numerics_mismatch=numerics_mismatch,
             first_mode=modes[0],
             max_in_flight=max_in_flight,
+            direct=direct,
         )  # fmt: skip
         self._engine = Engine(
             self.target, drafters,

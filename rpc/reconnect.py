@@ -76,6 +76,9 @@ class RemoteCounters:
     num_opened: int = 0
     num_resumed: int = 0
     num_failures: int = 0  # streams that broke or fell silent, and refusals
+    num_tickets: int = 0  # that gateways gave
+    direct_rounds: int = 0  # that targets answered past the gateway
+    direct_failures: int = 0  # of those streams, after which rounds went through the gateway
     outage_seconds: list[float] = field(default_factory=list)  # from a failure to the next answer
     travel_seconds: list[float] = field(default_factory=list)  # round trips without server time
 

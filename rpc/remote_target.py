@@ -36,6 +36,7 @@ from paceline.models.base import PseudoTokens
 from paceline.numerics import check_mismatch
 from paceline.rpc.ahead import MAX_IN_FLIGHT, AheadOptions
 from paceline.rpc.client import open_channel
+from paceline.rpc.direct import ConnectDirect, DirectOptions, DirectPath
 from paceline.rpc.errors import ServerUnavailable, from_rpc_error
 from paceline.rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
 from paceline.rpc.ladder import Mode
@@ -89,10 +90,12 @@ class RemoteTarget:
             "refuse" ends it with NumericsMismatch, "allow" goes on.
         first_mode: of new sessions.
         max_in_flight: rounds under way at a time; 1 waits for every answer.
+        direct: makes a channel to a target past its gateway; None: rounds go through the gateway.
 
     Attributes:
         ahead: how its sessions draft ahead; ``ahead.draft`` is None: the drafter cannot.
         servers: what its sessions have learned of the servers, with all counters.
+        direct: how its sessions go past gateways.
     """
 
     num_layers = 0
@@ -112,6 +115,7 @@ class RemoteTarget:
         numerics_mismatch: str = "refuse",
         first_mode: Mode = Mode.DEVICE,
         max_in_flight: int = MAX_IN_FLIGHT,
+        direct: ConnectDirect | None = None,
     ) -> None:
         if not servers:
             raise InvalidArgument("servers", servers, "at least one HOST:PORT")
@@ -131,6 +135,7 @@ class RemoteTarget:
             alone_ok=alone_ok,
             on_alone=on_alone,
         )
+        self.direct = DirectOptions(connect=direct)
         self._links: dict[str, TargetLink] = {}
 
     @property
@@ -157,7 +162,8 @@ class RemoteTarget:
 
     def open(self, session: SessionView) -> None:
         """Open the session on a server, without waiting for it."""
-        link = TargetLink(session, self.servers, self.ahead, self.first_mode)
+        path = DirectPath(self.direct, self.servers.connect, self.counters)
+        link = TargetLink(session, self.servers, self.ahead, self.first_mode, path)
         self._links[session.session_id] = link
 
     def close(self, session: SessionView) -> None:

@@ -208,7 +208,7 @@ async def start_server(
     health_pb2_grpc.add_HealthServicer_to_server(result.health, server)
     reflection.enable_server_reflection(names, server)
     result.port = _listen(server, host, port, credentials)
-    result.address = _join(host, result.port)
+    result.address = join_address(host, result.port)
     await server.start()
     for name in ("", *names):
         await result.health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -222,14 +222,15 @@ def _full_name(module: Any, service: str) -> str:
     return name
 
 
-def _join(host: str, port: int) -> str:
+def join_address(host: str, port: int) -> str:
+    """HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host.strip("[]") else f"{host}:{port}"
 
 
 def _listen(
     server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None
 ) -> int:
-    address = _join(host, port)
+    address = join_address(host, port)
     try:
         if credentials is None:
             bound = server.add_insecure_port(address)

@@ -8,10 +8,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import grpc
+
 from paceline.config import SpeculationConfig
 from paceline.errors import FailedPrecondition, PacelineError
 from paceline.lengths.base import LENGTH_MAX
 from paceline.rpc.ahead import AheadOptions, RoundsAhead
+from paceline.rpc.direct import DirectPath
 from paceline.rpc.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -23,7 +26,7 @@ from paceline.rpc.gen.paceline.v1 import generate_pb2, verify_pb2
 from paceline.rpc.ladder import Mode
 from paceline.rpc.messages import sampling_to_message, speculation_to_message
 from paceline.rpc.reconnect import Reconnect, Retry, Silence, TargetServers
-from paceline.rpc.target_stream import Alive, Event, Reply, TargetStream
+from paceline.rpc.target_stream import Alive, Event, LeftSessions, Reply, TargetStream
 from paceline.rpc.transcript import ClientTranscript, ProposedRound, Verified
 from paceline.types import Acceptance, Draft, Verdict
 from paceline.view import SessionView
@@ -54,10 +57,16 @@ class TargetLink:
         servers: shared with the other sessions of the target.
         ahead: likewise.
         mode: how the session gets its tokens to begin with.
+        direct: the session's way past the gateway.
     """
 
     def __init__(
-        self, session: SessionView, servers: TargetServers, ahead: AheadOptions, mode: Mode
+        self,
+        session: SessionView,
+        servers: TargetServers,
+        ahead: AheadOptions,
+        mode: Mode,
+        direct: DirectPath,
     ) -> None:
         self.session = session
         self.mode = mode
@@ -68,11 +77,11 @@ class TargetLink:
         self._reconnect = Reconnect(servers)
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._stream: TargetStream | None = None
+        self._direct = direct
         # The answers that the server owes, in order. None: the refusal of a wrong guess.
         self._owed: deque[_Sent | _Open | None] = deque()
         self._resuming = False
-        # Sessions by server that were left without Close, and may still hold memory there.
-        self._left: dict[str, list[verify_pb2.CloseRequest]] = {}
+        self._left = LeftSessions()
         self._ready = False  # rounds may be sent
         self._silence = Silence(servers)
         self._connect()  # the server reads the prompt while the drafter does
@@ -81,6 +90,10 @@ class TargetLink:
 
     def submit(self, draft: Draft) -> None:
         """Send a draft, unless the round has been sent ahead of its time."""
+        if self._ready and self.mode is Mode.DEVICE:
+            channel = self._direct.poll(self.session.remaining)
+            if channel is not None:
+                self._connect(channel)
         if self.mode is Mode.DEVICE and not self.transcript.rounds:
             self.ahead.proper_draft()
             self._send(self.transcript.propose(draft))
@@ -93,8 +106,8 @@ class TargetLink:
             PacelineError: what another attempt would not change.
         """
         while True:
-            if self.transcript.num_known:
-                return self._went_as_guessed()
+            if self.transcript.num_known:  # the server has gone on from rounds with lost answers
+                return self._committed(self.transcript.rounds[0], self.transcript.went_as_guessed())
             now = time.monotonic()
             if self._stream is None and now >= self._reconnect.retry_at:
                 self._reconnect.check_patience()
@@ -125,19 +138,24 @@ class TargetLink:
         """Forget the rounds in flight and free the session on the server."""
         self.transcript.rounds.clear()
         self.transcript.session_id = ""
+        self._direct.close()
         self._drop_stream()
 
     # --- the connection -------------------------------------------------------------------------
 
-    def _connect(self) -> None:
-        """Start a stream; what comes of it arrives in the inbox."""
+    def _connect(self, channel: grpc.Channel | None = None) -> None:
+        """Start a stream; what comes of it arrives in the inbox.
+
+        Args:
+            channel: to the session's target; None connects to its server.
+        """
         address, transcript = self._reconnect.address, self.transcript
         request = None
         if self.mode is not Mode.DEVICE:
             request = generate_request(self.session, self.mode)
             fence(request, self.session, self.transcript, self._reconnect.allows_other)
-        channel = self._servers.connect(address)
-        self._stream = TargetStream(channel, address, self._inbox, request)
+        channel = channel or self._servers.connect(address)
+        self._stream = TargetStream(channel, address, self._inbox, request, self._stream)
         self._silence.heard()
         self._owed.clear()
         self._resuming = bool(transcript.session_id)
@@ -146,14 +164,8 @@ class TargetLink:
         self._servers.counters.num_opened += not self._resuming
         if request is not None:
             return
-        for left in self._left.pop(address, ()):
-            self._stream.free(left)
-        if self._resuming:
-            opening = verify_pb2.OpenRequest(resume_session_id=transcript.session_id)
-        else:
-            opening = open_request(self.session)
-            fence(opening, self.session, self.transcript, self._reconnect.allows_other)
-            transcript.reopen()
+        self._left.free(self._stream)
+        opening = open_request(self.session, transcript, self._reconnect.allows_other)
         self._owed.append(_Open())
         self._stream.send(verify_pb2.VerifyFrame(open=opening))
         if not self._resuming:
@@ -161,11 +173,8 @@ class TargetLink:
 
     def _leave(self, address: str) -> None:
         """Give the session up; free it at the next connection to its server."""
-        transcript = self.transcript
-        if transcript.session_id:
-            left = verify_pb2.CloseRequest(session_id=transcript.session_id, epoch=transcript.epoch)
-            self._left.setdefault(address, []).append(left)
-        transcript.session_id = ""
+        self._left.add(address, self.transcript.session_id, self.transcript.epoch)
+        self.transcript.session_id = ""
 
     def _drop_stream(self) -> None:
         if self._stream is not None:
@@ -180,6 +189,10 @@ class TargetLink:
         Raises:
             PacelineError: ``error``, if another attempt would not change it.
         """
+        if self._direct.is_active:  # the gateway can resume the session
+            self._direct.failed(error)
+            self._connect()
+            return
         self._drop_stream()
         transcript, reconnect, options = self.transcript, self._reconnect, self._options
         address, was_down = reconnect.address, reconnect.is_down
@@ -222,6 +235,7 @@ class TargetLink:
         if stream is None or not self._ready:
             return  # it leaves when there is a stream
         frame = verify_pb2.VerifyFrame(verify=self.transcript.request(each))
+        frame.ticket = self._direct.ticket()
         counters.rounds_sent += 1
         counters.sent_ahead += each.bonus is not None
         counters.bytes_up += frame.ByteSize()
@@ -267,8 +281,9 @@ class TargetLink:
         self._servers.counters.bytes_down += reply.ByteSize()
         if owed is None:
             return None  # an answer to a round whose guess was wrong
-        if reply.HasField("error"):
+        if reply.HasField("error") and not self._direct.is_active:
             self._leave(self._reconnect.address)
+        if reply.HasField("error"):
             raise from_status(reply.error)
         return self._verified(owed, reply.verify)
 
@@ -278,6 +293,9 @@ class TargetLink:
         except (RoundOutOfOrder, PrefixDiverged):
             self._leave(self._reconnect.address)
             raise
+        if self._stream is not None:
+            self._stream.has_session()
+        self._direct.opened(self._reconnect.address, result.session_id, result.direct)
         if self._resuming:
             self._resuming = False
             self._servers.counters.num_resumed += 1
@@ -289,15 +307,11 @@ class TargetLink:
         verified = self.transcript.verified(result)
         if verified.next_token is None:
             check_end(self.session, verified.token_ids, result.finish_reason)
+        self._direct.answered(len(verified.token_ids))
         self.ahead.answered(sent.round.draft, len(verified.accepted_indices))
         if sent.alone:
             self._servers.travelled(time.perf_counter() - sent.at - verified.total_seconds)
         return self._committed(sent.round, verified)
-
-    def _went_as_guessed(self) -> Verdict:
-        """The verdict on a round whose answer is lost, and that the server has gone on from."""
-        first = self.transcript.rounds[0]
-        return self._committed(first, self.transcript.went_as_guessed())
 
     def _committed(self, first: ProposedRound, verified: Verified) -> Verdict:
         if self.transcript.rounds:
@@ -305,9 +319,9 @@ class TargetLink:
         else:  # a wrong guess: the rounds behind it will be refused, each in its place
             self._owed = deque(None if isinstance(each, _Sent) else each for each in self._owed)
         self.ahead.advanced()
-        return self._verdict(
-            first.draft,
-            Acceptance(verified.accepted_indices, verified.next_token or 0),
+        acceptance = Acceptance(verified.accepted_indices, verified.next_token or 0)
+        return replace(
+            self._verdict(first.draft, acceptance),
             sent_ahead=first.bonus is not None,
             verify_seconds=verified.total_seconds,
         )
@@ -325,20 +339,11 @@ class TargetLink:
         acceptance = Acceptance(tuple(range(accepted)), next_token)
         return self._verdict(Draft.chain(tokens[:accepted]), acceptance)
 
-    def _verdict(
-        self,
-        draft: Draft,
-        acceptance: Acceptance,
-        *,
-        sent_ahead: bool = False,
-        verify_seconds: float = 0.0,
-    ) -> Verdict:
+    def _verdict(self, draft: Draft, acceptance: Acceptance) -> Verdict:
         self._reconnect.answered()
         return Verdict(
             draft=draft,
             acceptance=acceptance,
-            sent_ahead=sent_ahead,
-            verify_seconds=verify_seconds,
             travel_seconds=self._servers.travel_seconds,
             fingerprint=self.transcript.fingerprint,
             numerics_changed=self.transcript.numerics_changed,
@@ -377,8 +382,13 @@ def fence(
 # Stop strings stay here, where the whole text is: one may begin before a new session.
 
 
-def open_request(session: SessionView) -> verify_pb2.OpenRequest:
-    """Opens a verify session that goes on after the session's committed tokens."""
+def open_request(
+    session: SessionView, transcript: ClientTranscript, allows_other: bool
+) -> verify_pb2.OpenRequest:
+    """Resumes the session, or opens one that goes on after its committed tokens."""
+    if transcript.session_id:
+        return verify_pb2.OpenRequest(resume_session_id=transcript.session_id)
+    transcript.reopen()
     left = max(0, session.params.min_tokens - len(session.output_ids))
     params = replace(
         session.params, stop=(), max_tokens=max(1, session.remaining),
@@ -391,12 +401,14 @@ def open_request(session: SessionView) -> verify_pb2.OpenRequest:
         num_speculative_tokens=depth,
         node_budget=max(depth, config.node_budget or 0),
     )
-    return verify_pb2.OpenRequest(
+    request = verify_pb2.OpenRequest(
         token_ids=session.token_ids,
         sampling=sampling_to_message(params),
         speculation=speculation_to_message(limits),
         adapter=session.adapter,
     )
+    fence(request, session, transcript, allows_other)
+    return request
 
 
 def generate_request(session: SessionView, mode: Mode) -> generate_pb2.GenerateRequest:

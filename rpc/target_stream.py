@@ -36,6 +36,24 @@ Reply = verify_pb2.VerifyReply | generate_pb2.GenerateReply
 Event = tuple["TargetStream", Reply | Alive | PacelineError]
 
 
+class LeftSessions:
+    """Sessions by server that were left without Close, and may still hold memory there."""
+
+    def __init__(self) -> None:
+        self._closes: dict[str, list[verify_pb2.CloseRequest]] = {}
+
+    def add(self, address: str, session_id: str, epoch: int) -> None:
+        """Note one, which has been given up."""
+        if session_id:
+            left = verify_pb2.CloseRequest(session_id=session_id, epoch=epoch)
+            self._closes.setdefault(address, []).append(left)
+
+    def free(self, stream: TargetStream) -> None:
+        """Close those of the server of a new stream."""
+        for left in self._closes.pop(stream.address, ()):
+            stream.free(left)
+
+
 class TargetStream:
     """A stream on a connection of its own, read by a thread of its own.
 
@@ -43,6 +61,8 @@ class TargetStream:
         channel: is closed with the stream.
         inbox: gets each reply, each answer to :meth:`probe`, and at the end the error.
         request: of a Generate call; None opens a verify session, which takes frames.
+        replaces: the session's stream so far, open until this one has the session or is closed: a
+            session ends with its stream.
     """
 
     def __init__(
@@ -51,8 +71,10 @@ class TargetStream:
         address: str,
         inbox: queue.SimpleQueue[Event],
         request: generate_pb2.GenerateRequest | None,
+        replaces: TargetStream | None = None,
     ) -> None:
         self.address = address
+        self._replaces = replaces
         self._channel = channel
         self._inbox = inbox
         self._outbox: queue.SimpleQueue[verify_pb2.VerifyFrame | None] = queue.SimpleQueue()
@@ -105,8 +127,15 @@ class TargetStream:
         stub = verify_pb2_grpc.VerifyServiceStub(self._channel)
         stub.Close.future(request, timeout=_CLOSE_TIMEOUT_S)
 
+    def has_session(self) -> None:
+        """The server has opened or resumed the session on this stream."""
+        replaced, self._replaces = self._replaces, None
+        if replaced is not None:
+            replaced.close()
+
     def close(self) -> None:
         """End the stream, which frees its session on the server."""
+        self.has_session()
         self._outbox.put(None)  # ends gRPC's thread that waits for frames
         self._call.cancel()
         self._channel.close()

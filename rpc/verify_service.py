@@ -184,6 +184,9 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         numerics_mismatch: "refuse" or "allow" a session with another fingerprint than this
             replica's, for requests that say neither.
         lease_ended: called with the lease (metadata :data:`LEASE_ID`) of a session that has ended.
+
+    Attributes:
+        sessions: that a client may still use, by id.
     """
 
     def __init__(
@@ -202,13 +205,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         self._tracing = tracing
         self._gate = gate or Gate()
         self._idle_timeout_s = idle_timeout_s
-        self._sessions: dict[str, _Served] = {}
+        self.sessions: dict[str, _Served] = {}
         self._drafter = cast(ClientDrafter, thread.engine.drafters["client"])
-
-    @property
-    def num_sessions(self) -> int:
-        """Sessions that a client may still use."""
-        return len(self._sessions)
 
     # --- the stream -----------------------------------------------------------------------------
 
@@ -291,13 +289,13 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     def sweep(self) -> None:
         """Close sessions without a call for ``idle_timeout_s``."""
         limit = time.monotonic() - self._idle_timeout_s
-        for served in list(self._sessions.values()):
+        for served in list(self.sessions.values()):
             if served.touched_at < limit and not served.transcript.is_pending:
                 self._forget(served)
 
     def close(self) -> None:
         """Close all sessions, when the server stops."""
-        for served in list(self._sessions.values()):
+        for served in list(self.sessions.values()):
             self._forget(served)
 
     # --- steps ----------------------------------------------------------------------------------
@@ -313,7 +311,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         Raises:
             SessionNotFound: there is no such session.
         """
-        served = self._sessions.get(session_id)
+        served = self.sessions.get(session_id)
         if served is not None and served.admission.is_callers:
             return served
         error = SessionNotFound(session_id)
@@ -323,7 +321,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
 
     def _check_epoch(self, served: _Served, epoch: int) -> None:
         served.transcript.check_epoch(epoch)
-        if served.session_id not in self._sessions:
+        if served.session_id not in self.sessions:
             raise SessionNotFound(served.session_id)  # idle for too long
         served.touched_at = time.monotonic()
 
@@ -348,7 +346,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         given = _value(metadata, SESSION_ID)
         if not given or admission.owner is not None:  # tenants of this server are no gateways
             return secrets.token_urlsafe(16)
-        if len(given) > _LONGEST_ID or given in self._sessions:
+        if len(given) > _LONGEST_ID or given in self.sessions:
             raise InvalidArgument(SESSION_ID, f"{len(given)} characters", "an id that is new")
         return given
 
@@ -366,7 +364,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         early: list[RoundEvent] = []
 
         def on_event(event: RoundEvent) -> None:
-            served = self._sessions.get(session_id)
+            served = self.sessions.get(session_id)
             early.append(event) if served is None else served.on_event(event)
 
         self._drafter.expect(session_id)  # the client's first draft may be early
@@ -385,7 +383,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                 self._cancel(session_id)
         transcript = ServerTranscript(session_id, session.token_ids)
         transcript.numerics_changed = changed
-        served = self._sessions[session_id] = _Served(
+        served = self.sessions[session_id] = _Served(
             session, transcript, admission, _value(metadata, LEASE_ID)
         )
         if admission.span is not None:
@@ -454,7 +452,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         return served.transcript.truncated(request.length)
 
     async def _close(self, served: _Served) -> verify_pb2.CloseResult:
-        if self._sessions.pop(served.session_id, None) is not None:
+        if self.sessions.pop(served.session_id, None) is not None:
             self._lease_ended(served.lease_id)
         served.admission.release()
         await asyncio.wrap_future(self._cancel(served.session_id))
@@ -463,7 +461,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
 
     def _forget(self, served: _Served) -> None:
         """Free a session without waiting for it."""
-        if self._sessions.pop(served.session_id, None) is not None:
+        if self.sessions.pop(served.session_id, None) is not None:
             self._cancel(served.session_id)
             self._lease_ended(served.lease_id)
             served.admission.end()

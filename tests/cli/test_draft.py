@@ -180,6 +180,7 @@ def test_tls_client_certificates_and_tokens(
         (("--server", "127.0.0.1:1", "-m", "speculative_sampling"), ("acceptance", "coupled")),
         (("--server", "127.0.0.1:1", "--drafter", "/nowhere"), ("/nowhere",)),
         (("--server", "127.0.0.1:1", "-t", "-1"), ("temperature",)),
+        (("--server", "127.0.0.1:1", "--direct", "always"), ("direct", "auto or never")),
     ],
 )
 def test_bad_input(arguments: tuple[str, ...], words: tuple[str, ...], cli: Cli) -> None:

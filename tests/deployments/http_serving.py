@@ -25,6 +25,7 @@ class DirectLease:
     """A lease on a replica that Ray Serve does not know."""
 
     lost = ended = False
+    unused = 0
 
     def __init__(self, address: str, fingerprint: str = "", lease_id: str = "") -> None:
         self.endpoint = Endpoint(address, 0, address, fingerprint, lease_id)
@@ -60,15 +61,21 @@ class DirectLeases:
         self.open[lease.endpoint.lease_id] = lease
         return cast(Lease, lease)
 
-    def ended(self, lease_id: str) -> None:
-        """The target's side: ``lease_ended`` of its server."""
+    def ended(self, lease_id: str, unused: int = 0) -> None:
+        """The target's side: ``lease_ended`` of its server.
+
+        Args:
+            unused: as of the endpoint.
+        """
 
         def end() -> None:
             lease = self.open.pop(lease_id, None)
             if lease is not None:
+                lease.unused = unused
                 lease.end()
 
-        self._loop.call_soon_threadsafe(end)
+        # Serve takes some milliseconds, too: the answer to Close may be there before.
+        self._loop.call_soon_threadsafe(self._loop.call_later, 0.005, end)
 
 
 @contextmanager

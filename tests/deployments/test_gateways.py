@@ -17,6 +17,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paceline.config import SpeculationConfig
 from paceline.deployments import ledger
+from paceline.deployments.config import DeploymentConfig
+from paceline.deployments.direct import DirectListener
 from paceline.deployments.gateway import Relay
 from paceline.deployments.ledger import Ledger, News, Reply, SharedQuotas
 from paceline.deployments.session_ids import SessionIds
@@ -109,6 +111,9 @@ class LocalLink:
 class Gateways:
     """Gateways over the same targets, each with what it would have in a process of its own.
 
+    Args:
+        config: with ``direct``, if targets have a listener for devices.
+
     Attributes:
         proxy: the balancer in front of them.
     """
@@ -121,7 +126,10 @@ class Gateways:
         tenants: Path | None = None,
         audit: Path | None = None,
         idle_timeout_s: float = 60.0,
+        config: DeploymentConfig | None = None,
     ) -> None:
+        self._config = config or DeploymentConfig()
+        self.listeners: list[DirectListener] = []
         self._engines = engines
         self._link = link
         self._tenants, self._audit = tenants, audit
@@ -135,13 +143,21 @@ class Gateways:
     async def __aenter__(self) -> Gateways:
         self.leases = DirectLeases()
         for engine in self._engines:
+            listener = DirectListener(self._config, audit=Audit())
             target = await start_server(
                 engine=engine,
                 model=ModelInfo(name="tiny"),
                 idle_timeout_s=self._idle_timeout_s,
-                lease_ended=self.leases.ended,
+                lease_ended=lambda lease, direct=listener: self.leases.ended(
+                    lease, direct.unused(lease)
+                ),
+                register=listener.register,
             )
             self.targets.append(target)
+            if self._config.direct.enabled:
+                assert target.verify is not None
+                await listener.start(target.verify)
+            self.listeners.append(listener)
         self.leases.addresses = [target.address for target in self.targets]
         for i in range(2):
             await self.start(i)
@@ -163,7 +179,10 @@ class Gateways:
         )
         if quotas is not None:
             quotas.start()
-        relay = Relay(self.leases, idle_timeout_s=60, resume_s=5, gate=gate, session_ids=ids)
+        direct = self._config.direct if self._config.direct.enabled else None
+        relay = Relay(
+            self.leases, idle_timeout_s=60, resume_s=5, gate=gate, session_ids=ids, direct=direct
+        )
         port = self.servers[i].port if i < len(self.servers) else 0
         server = await start_server(register=relay.register, gate=gate, port=port)
         for parts, part in (
@@ -185,7 +204,8 @@ class Gateways:
         await self.proxy.__aexit__()
         for i in range(2):
             await self.stop(i)
-        for target in self.targets:
+        for listener, target in zip(self.listeners, self.targets, strict=True):
+            await listener.stop(0)
             await target.stop(0)
 
     @property

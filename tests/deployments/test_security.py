@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -33,7 +34,7 @@ from paceline.errors import (
 )
 from paceline.rpc.client import CHANNEL_OPTIONS, AsyncClient, Client, bearer
 from paceline.rpc.errors import ServerUnavailable, Unauthenticated
-from paceline.rpc.gen.paceline.v1 import verify_pb2
+from paceline.rpc.gen.paceline.v1 import ticket_pb2, ticket_pb2_grpc, verify_pb2
 from paceline.rpc.tenants import CHECK_INTERVAL_S
 from paceline.rpc.tls import ClientTls
 from paceline.sampling import SamplingParams
@@ -43,7 +44,7 @@ from tests.rpc.test_fuzz import TARGET_CALLS, fuzz
 # The first test of a run waits for Ray, Serve and three replicas.
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
 
-ALICE, BOB = "alice-token-of-many-characters", "bob-token-of-many-characters"
+ALICE, BOB, CAROL = (f"{name}-token-of-many-characters" for name in ("alice", "bob", "carol"))
 PARAMS = SamplingParams(max_tokens=32, ignore_eos=True, temperature=0.8, seed=3)
 
 
@@ -54,6 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tenants = {
         "alice": {"token": ALICE},
         "bob": {"token": BOB, "quotas": {"max_sessions": 1, "rounds_per_second": 2}},
+        "carol": {"token": CAROL, "quotas": {"tokens_per_minute": 600}},
     }
     (folder / "tenants.yaml").write_text(yaml.safe_dump({"tenants": tenants}))
     (folder / "alice.token").write_text(f"{ALICE}\n")
@@ -81,6 +83,7 @@ def secure(ray_cluster: None, folder: Path) -> Iterator[App]:
             "server_name": REPLICA_NAME,
         },
         "target": {"idle_timeout_s": 2},
+        "direct": {"enabled": True},
     }
     file = config_file("actors", "test-secure", free_port()).with_args(blocks)
     serving.deploy(file, lambda line: None)
@@ -125,6 +128,49 @@ def test_the_command_line(secure: App, folder: Path, monkeypatch: pytest.MonkeyP
     assert "authorization: Bearer" in refused.stderr
     monkeypatch.setenv("PACELINE_TOKEN", ALICE)
     assert CliRunner().invoke(command_line, command).exit_code == 0
+
+
+def test_a_device_sends_its_rounds_to_the_target(secure: App, folder: Path) -> None:
+    files = [text for name, path in own(folder).items() for text in (f"--{name}", str(path))]
+    options = ["--token-file", str(folder / "alice.token"), "--only-device", "--ignore-eos"]
+    command = ["draft", PROMPTS[0], "--server", secure.address, "-n", "48", "--json"]
+    results = []
+    for direct in ("auto", "never"):
+        done = CliRunner().invoke(command_line, [*command, *files, *options, "--direct", direct])
+        assert done.exit_code == 0, done.output
+        results.append(json.loads(done.stdout))
+    with Client(secure.address, timeout=60, token=ALICE, **own(folder)) as client:
+        greedy = SamplingParams(max_tokens=48, ignore_eos=True)
+        expected = list(
+            client.complete(PROMPTS[0], greedy, SpeculationConfig(method="ar")).token_ids
+        )
+    assert [result["token_ids"] for result in results] == [expected, expected]
+    assert [result["direct_rounds"] > 0 for result in results] == [True, False]
+    assert [result["num_failures"] for result in results] == [0, 0]
+
+
+async def test_what_tickets_have_left_comes_back_with_the_lease(secure: App, folder: Path) -> None:
+    """Else the tenant would wait for the better part of a minute."""
+    async with AsyncClient(secure.address, timeout=30, token=CAROL, **own(folder)) as carol:
+        sessions = [await carol.open_session([5, 6, 7], PARAMS) for _ in range(2)]
+        tickets: Any = ticket_pb2_grpc.TicketServiceStub(carol._channel)
+        for session in sessions:
+            request = ticket_pb2.TicketRequest(session_id=session.transcript.session_id)
+            ticket = await tickets.Issue(request, metadata=carol._metadata)
+            assert ticket.tokens == 512
+        with pytest.raises(ResourceExhausted, match="tokens_per_minute"):
+            await carol.open_session([5, 6, 7], PARAMS)
+        for session in sessions:
+            await session.close()
+        started = time.monotonic()
+        while True:
+            try:
+                session = await carol.open_session([5, 6, 7], PARAMS)
+                break
+            except ResourceExhausted:
+                await asyncio.sleep(0.2)
+        assert time.monotonic() - started < 15  # of the 43 s until the debt is paid by itself
+        await session.close()
 
 
 def test_who_is_refused(secure: App, folder: Path) -> None:

@@ -223,6 +223,39 @@ def test_clients_reach_the_gateway_only(chart: Chart) -> None:
         assert open_to_all(labels) <= ({"grpc", "http"} if role == "gateway" else set()), role
 
 
+def test_devices_reach_targets_where_they_may(chart: Chart) -> None:
+    values = VALUE_SETS["direct"]
+    objects = render(chart, values)
+    args = serve_config(objects)["applications"][0]["args"]
+    assert args["direct"] == {
+        "enabled": True, "host": "0.0.0.0", "port": 50070, "ticket_s": 60, "ticket_tokens": 2000,
+    }  # fmt: skip
+    for role, template in pods(objects).items():
+        (container,) = template["spec"]["containers"]
+        ports = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert ports.get("direct") == (50070 if role == "target" else None), role
+        shows = role in ("target", "gateway")  # the same certificate
+        assert mounts.get("gateway-tls") == ("/etc/paceline/gateway-tls" if shows else None), role
+        volumes = {volume["name"] for volume in template["spec"]["volumes"]}
+        assert ("gateway-tls" in volumes) == shows
+    policy = only(objects, "NetworkPolicy", "paceline-direct")["spec"]
+    target = pods(objects)["target"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"].items() <= target.items()
+    assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "target"
+    assert policy["ingress"] == [
+        {
+            "ports": [{"protocol": "TCP", "port": "direct"}],
+            "from": values["networkPolicy"]["clients"],
+        }
+    ]
+    without = render(chart, {})
+    assert "paceline-direct" not in {thing["metadata"]["name"] for thing in without}
+    (container,) = pods(without)["target"]["spec"]["containers"]
+    assert [port["name"] for port in container["ports"]] == ["metrics"]
+    assert "gateway-tls" not in {mount["name"] for mount in container["volumeMounts"]}
+
+
 def test_roles_have_their_own_pools(chart: Chart) -> None:
     values = VALUE_SETS["gpu"]
     objects = render(chart, values)
@@ -443,10 +476,11 @@ def test_defaults_are_those_of_the_schema() -> None:
             elif value != theirs[name]:
                 differ[f"{path}{name}"] = value
 
-    blocks = ("model", "topology", "target", "drafter", "gateway", "online", "tracing")
+    blocks = ("model", "topology", "target", "drafter", "gateway", "online", "direct", "tracing")
     walk({name: defaults[name] for name in blocks}, config, "")
-    # A pod that is removed has more time to drain than a command at a terminal.
-    assert differ == {"target.drain_s": 30, "gateway.drain_s": 30}
+    # A pod that is removed has more time to drain than a command at a terminal; network policies
+    # name ports.
+    assert differ == {"target.drain_s": 30, "gateway.drain_s": 30, "direct.port": 50061}
 
 
 def test_generated_files_are_fresh() -> None:

@@ -32,6 +32,10 @@ model: {drafter_device: cuda} # model.drafter_device: got "cuda"
 model: {device: gpu} # '/model/device'
 gateway: {http_port: 50051} # gateway.http_port: got 50051, expected another port than gateway.grpc_port's
 gateway: {http_port: 8080} # gateway.http_port: got 8080, expected a port that Ray does not take
+direct: {port: 8080} # direct.port: got 8080, expected a port that Ray does not take
+direct: {port: 0} # '/direct/port': minimum: got 0, want 1
+direct: {enabled: true}, tls: {gateway: false} # direct.enabled: got true, expected false without TLS at the gateway
+engine: vllm, direct: {enabled: true} # direct.enabled: got true, expected false with engine: vllm
 gateway: {grpc_port: 0} # '/gateway/grpc_port': minimum: got 0, want 1
 tls: {requireClientCert: true} # tls.requireClientCert: got true, expected tls.mode: secret
 tls: {mode: secret, gateway: false, requireClientCert: true, secret: {replicas: r}} # tls.requireClientCert: got true

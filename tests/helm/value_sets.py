@@ -66,6 +66,11 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         "pods": {"drafter": {"resources": {"limits": {"cpu": "3"}}}},
         "tenants": {"inline": {"alice": {**TENANT, "online_training": True}}},
     },
+    "direct": {
+        "direct": {"enabled": True, "port": 50070, "ticket_tokens": 2000},
+        "networkPolicy": {"clients": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
+        "tenants": {"secretName": "tenants"},
+    },
     "tls-secrets": {
         "tls": {
             "mode": "secret",

@@ -297,7 +297,7 @@ async def test_a_resumed_session_fences_the_old_stream_off(
         new.cancel()
     verify = server.verify
     assert verify is not None
-    assert await asyncio.to_thread(eventually, lambda: verify.num_sessions == 0)
+    assert await asyncio.to_thread(eventually, lambda: not verify.sessions)
 
 
 async def test_a_lost_answer_is_fetched_again(
@@ -387,7 +387,7 @@ async def test_the_streams_end_frees_the_session(server: RpcServer, engine: Engi
     # The connection is gone, without a word on either stream.
     assert await asyncio.to_thread(eventually, lambda: not engine.engine.sessions, 0.5)
     assert server.verify is not None
-    assert server.verify.num_sessions == 0
+    assert not server.verify.sessions
 
 
 _VANISHING = """

@@ -2,8 +2,8 @@
 
 {{/* The blocks of the values, overridden by those of a sweep's best.yaml, as YAML. */}}
 {{- define "paceline.args" -}}
-{{- $names := list "model" "engine" "topology" "speculation" "target" "drafter" "gateway" "vllm" "online" "tracing" -}}
-{{- $args := deepCopy (pick .Values "model" "engine" "topology" "speculation" "target" "drafter" "gateway" "vllm" "online" "tracing") -}}
+{{- $names := list "model" "engine" "topology" "speculation" "target" "drafter" "gateway" "vllm" "online" "direct" "tracing" -}}
+{{- $args := deepCopy (pick .Values "model" "engine" "topology" "speculation" "target" "drafter" "gateway" "vllm" "online" "direct" "tracing") -}}
 {{- range .Values.applications -}}
   {{- $best := deepCopy (default dict .args) -}}
   {{- range $key := keys $best -}}
@@ -114,6 +114,9 @@ file. Empty for the demo pair. */}}
 {{- end -}}
 {{- if .Values.sessionKeys.secretName -}}
   {{- $_ := set $gateway "session_keys" (printf "/etc/paceline/session-keys/%s" .Values.sessionKeys.key) -}}
+{{- end -}}
+{{- if $args.direct.enabled -}}
+  {{- $_ := set $args.direct "host" "0.0.0.0" -}}
 {{- end -}}
 {{- $_ := set $args "data_plane" "node_ip" -}}
 {{- if eq .Values.tls.mode "disabled" -}}

@@ -116,6 +116,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if and .Values.tls.gateway (ne .Values.tls.mode "disabled") }}true{{ end -}}
 {{- end -}}
 
+{{/* The port of targets for devices that come past the gateway; empty: there is none. */}}
+{{- define "paceline.directPort" -}}
+{{- $direct := (include "paceline.args" . | fromYaml).direct -}}
+{{- if $direct.enabled }}{{ int $direct.port }}{{ end -}}
+{{- end -}}
+
 {{- define "paceline.tenantsSecret" -}}
 {{- if .Values.tenants.inline -}}{{ include "paceline.fullname" . }}-tenants
 {{- else -}}{{ .Values.tenants.secretName }}{{- end -}}

@@ -13,6 +13,9 @@
   {{- $args := include "paceline.args" $root | fromYaml -}}
   {{- $stop = add $stop (ceil (index $args $role).drain_s) -}}
 {{- end -}}
+{{- /* Targets with a listener for devices show the gateway's certificate. */ -}}
+{{- $direct := and (eq $role "target") (include "paceline.directPort" $root) -}}
+{{- $gatewayTls := and (or (eq $role "gateway") $direct) (include "paceline.gatewayTls" $root) -}}
 {{- $claimed := false -}}
 {{- $fetched := false -}}
 {{- if has $role (list "target" "drafter" "sweep") -}}
@@ -106,6 +109,9 @@ spec:
         # The operator requires a port of this name on the head; nothing listens there.
         - {name: serve, containerPort: {{ default 8000 $values.gateway.http_port }}}
         {{- end }}
+        {{- if $direct }}
+        - {name: direct, containerPort: {{ $direct }}}
+        {{- end }}
         {{- if eq $role "gateway" }}
         - {name: grpc, containerPort: {{ $values.gateway.grpc_port }}}
         {{- with $values.gateway.http_port }}
@@ -145,7 +151,7 @@ spec:
         {{- if and $serves (ne $values.tls.mode "disabled") }}
         - {name: replica-tls, mountPath: /etc/paceline/replica-tls, readOnly: true}
         {{- end }}
-        {{- if and (eq $role "gateway") (include "paceline.gatewayTls" $root) }}
+        {{- if $gatewayTls }}
         - {name: gateway-tls, mountPath: /etc/paceline/gateway-tls, readOnly: true}
         {{- end }}
         {{- if and (eq $role "gateway") (include "paceline.tenantsSecret" $root) }}
@@ -183,7 +189,7 @@ spec:
         secretName: {{ include "paceline.tlsSecret.replicas" $root }}
         defaultMode: 0440
     {{- end }}
-    {{- if and (eq $role "gateway") (include "paceline.gatewayTls" $root) }}
+    {{- if $gatewayTls }}
     - name: gateway-tls
       secret:
         secretName: {{ include "paceline.tlsSecret.gateway" $root }}

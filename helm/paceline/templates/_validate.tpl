@@ -46,6 +46,9 @@ is, and what is allowed. */}}
   {{- if $args.drafter.method -}}
     {{- include "paceline.refuse" (list "drafter.method" $args.drafter.method "null with engine: vllm") -}}
   {{- end -}}
+  {{- if $args.direct.enabled -}}
+    {{- include "paceline.refuse" (list "direct.enabled" true "false with engine: vllm, which takes no drafts of devices") -}}
+  {{- end -}}
   {{- if and $actors (hasPrefix "vllm_" $method) -}}
     {{- include "paceline.refuse" (list "speculation.method" $method "one of Paceline's with topology: actors, or topology: colocated") -}}
   {{- end -}}
@@ -124,11 +127,13 @@ is, and what is allowed. */}}
 {{- if eq (toString $gateway.grpc_port) (toString $gateway.http_port) -}}
   {{- include "paceline.refuse" (list "gateway.http_port" $gateway.http_port "another port than gateway.grpc_port's") -}}
 {{- end -}}
-{{- range $name := list "grpc_port" "http_port" -}}
-  {{- $port := int (get $gateway $name) -}}
-  {{- if has $port (list 8080 52365) -}}
-    {{- include "paceline.refuse" (list (printf "gateway.%s" $name) $port "a port that Ray does not take: it has 8080 and 52365") -}}
+{{- range $name, $port := dict "gateway.grpc_port" $gateway.grpc_port "gateway.http_port" $gateway.http_port "direct.port" .args.direct.port -}}
+  {{- if has (int $port) (list 8080 52365) -}}
+    {{- include "paceline.refuse" (list $name $port "a port that Ray does not take: it has 8080 and 52365") -}}
   {{- end -}}
+{{- end -}}
+{{- if and .args.direct.enabled (not (include "paceline.gatewayTls" $root)) -}}
+  {{- include "paceline.refuse" (list "direct.enabled" true "false without TLS at the gateway (tls.mode, tls.gateway): clients send no ticket in plain text") -}}
 {{- end -}}
 {{- $tls := $values.tls -}}
 {{- if and $tls.requireClientCert (or (ne $tls.mode "secret") (not $tls.gateway)) -}}

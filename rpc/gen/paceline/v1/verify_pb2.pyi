@@ -28,6 +28,9 @@ class VerifyFrame(_message.Message):
     VERIFY_FIELD_NUMBER: _builtins.int
     TRUNCATE_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.str
+    """To a target directly: a ticket that takes the place of the stream's (ticket.proto)."""
     @_builtins.property
     def open(self) -> Global___OpenRequest: ...
     @_builtins.property
@@ -43,10 +46,11 @@ class VerifyFrame(_message.Message):
         verify: Global___VerifyRequest | None = ...,
         truncate: Global___TruncateRequest | None = ...,
         close: Global___CloseRequest | None = ...,
+        ticket: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "frame", b"frame", "open", b"open", "truncate", b"truncate", "verify", b"verify"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "frame", b"frame", "open", b"open", "truncate", b"truncate", "verify", b"verify"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "frame", b"frame", "open", b"open", "ticket", b"ticket", "truncate", b"truncate", "verify", b"verify"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["open", "verify", "truncate", "close"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
@@ -163,6 +167,7 @@ class OpenResult(_message.Message):
     IDLE_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     NUMERICS_CHANGED_FIELD_NUMBER: _builtins.int
+    DIRECT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The server's name for the session, unguessable. A caller that knows it may use the session,
     with tenants only one of the same tenant: for others the session does not exist.
@@ -189,6 +194,8 @@ class OpenResult(_message.Message):
     """OpenRequest.fingerprint is another one, and the request allows a mismatch: from here on tokens
     may not be those of an unbroken session.
     """
+    direct: _builtins.bool
+    """The gateway gives tickets for this session (ticket.proto)."""
     def __init__(
         self,
         *,
@@ -202,10 +209,11 @@ class OpenResult(_message.Message):
         idle_timeout_seconds: _builtins.float = ...,
         fingerprint: _builtins.str = ...,
         numerics_changed: _builtins.bool = ...,
+        direct: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_length", b"committed_length", "digest", b"digest", "epoch", b"epoch", "fingerprint", b"fingerprint", "idle_timeout_seconds", b"idle_timeout_seconds", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "next_round", b"next_round", "numerics_changed", b"numerics_changed", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_length", b"committed_length", "digest", b"digest", "direct", b"direct", "epoch", b"epoch", "fingerprint", b"fingerprint", "idle_timeout_seconds", b"idle_timeout_seconds", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "next_round", b"next_round", "numerics_changed", b"numerics_changed", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

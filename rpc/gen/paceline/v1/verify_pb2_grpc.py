@@ -113,8 +113,9 @@ class VerifyServiceServicer:
 
         `error` answers a frame in its place where the refusal leaves the session as it was
         (INVALID_ARGUMENT; FAILED_PRECONDITION except EPOCH_FENCED; RESOURCE_EXHAUSTED for a quota of
-        rounds, tokens or nodes, with RetryInfo), and the stream goes on. Any other error ends the
-        stream with a status, and the session with it.
+        rounds, tokens or nodes, with RetryInfo; and where the call carries a ticket, UNAUTHENTICATED
+        when it has expired), and the stream goes on. Any other error ends the stream with a status,
+        and the session with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

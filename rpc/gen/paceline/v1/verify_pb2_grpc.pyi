@@ -60,8 +60,9 @@ class VerifyServiceStub:
 
     `error` answers a frame in its place where the refusal leaves the session as it was
     (INVALID_ARGUMENT; FAILED_PRECONDITION except EPOCH_FENCED; RESOURCE_EXHAUSTED for a quota of
-    rounds, tokens or nodes, with RetryInfo), and the stream goes on. Any other error ends the
-    stream with a status, and the session with it.
+    rounds, tokens or nodes, with RetryInfo; and where the call carries a ticket, UNAUTHENTICATED
+    when it has expired), and the stream goes on. Any other error ends the stream with a status,
+    and the session with it.
     """
     Open: _grpc.UnaryUnaryMultiCallable[_verify_pb2.OpenRequest, _verify_pb2.OpenResult]
     """The same four steps as unary calls, for simple clients.
@@ -111,8 +112,9 @@ class VerifyServiceAsyncStub(VerifyServiceStub):
 
     `error` answers a frame in its place where the refusal leaves the session as it was
     (INVALID_ARGUMENT; FAILED_PRECONDITION except EPOCH_FENCED; RESOURCE_EXHAUSTED for a quota of
-    rounds, tokens or nodes, with RetryInfo), and the stream goes on. Any other error ends the
-    stream with a status, and the session with it.
+    rounds, tokens or nodes, with RetryInfo; and where the call carries a ticket, UNAUTHENTICATED
+    when it has expired), and the stream goes on. Any other error ends the stream with a status,
+    and the session with it.
     """
     Open: _aio.UnaryUnaryMultiCallable[_verify_pb2.OpenRequest, _verify_pb2.OpenResult]  # type: ignore[assignment]
     """The same four steps as unary calls, for simple clients.
@@ -165,8 +167,9 @@ class VerifyServiceServicer(metaclass=_abc_1.ABCMeta):
 
         `error` answers a frame in its place where the refusal leaves the session as it was
         (INVALID_ARGUMENT; FAILED_PRECONDITION except EPOCH_FENCED; RESOURCE_EXHAUSTED for a quota of
-        rounds, tokens or nodes, with RetryInfo), and the stream goes on. Any other error ends the
-        stream with a status, and the session with it.
+        rounds, tokens or nodes, with RetryInfo; and where the call carries a ticket, UNAUTHENTICATED
+        when it has expired), and the stream goes on. Any other error ends the stream with a status,
+        and the session with it.
         """
 
     @_abc_1.abstractmethod

@@ -31,6 +31,7 @@ from paceline.drafters.diffuspec import DIFFUSPEC
 from paceline.drafters.forced import FORCED, FORCED_OR_DRAFT_MODEL
 from paceline.drafters.jacobi import GAUSS_SEIDEL, HYBRID_JACOBI, JACOBI
 from paceline.drafters.lookahead import LOOKAHEAD
+from paceline.drafters.non_autoregressive import NON_AUTOREGRESSIVE
 from paceline.drafters.predicted_outputs import (
     PREDICTED_OUTPUTS,
     PREDICTED_OUTPUTS_OR_DRAFT_MODEL,
@@ -308,6 +309,7 @@ DRAFTER_PARTS: Mapping[str, DrafterPart] = {
     "rasd": RASD,
     "s2d": S2D_PART,
     "diffuspec": DIFFUSPEC,
+    "non_autoregressive": NON_AUTOREGRESSIVE,
     "combined": COMBINED,
     "auto": AUTO_PART,
     # Wraps a draft model with the target's tokenizer; the caller gives the engine any other.
@@ -767,6 +769,28 @@ METHODS: Mapping[str, Method] = {
             acceptance="coupled",
             length="goodput",
             defaults={"num_speculative_tokens": 32},
+        ),
+        Method(
+            name="generalized_aggressive",
+            paper="Ge et al.: Lossless Acceleration for Seq2seq Generation with Aggressive "
+            "Decoding, 2022, arXiv 2205.10350",
+            summary="A model without order fills a block of masks behind the text in one forward.",
+            drafter="non_autoregressive",
+            shape=None,
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 25},
+        ),
+        Method(
+            name="generalized_aggressive_tolerance",
+            paper="Ge et al.: Lossless Acceleration for Seq2seq Generation with Aggressive "
+            "Decoding, 2022, arXiv 2205.10350",
+            summary="Like generalized_aggressive; accepts tokens that are nearly the best (lossy).",
+            drafter="non_autoregressive",
+            shape=None,
+            acceptance="tolerance",
+            length="fixed",
+            defaults={"num_speculative_tokens": 25, "tolerance_beta": 5, "tolerance_tau": 3.0},
         ),
         Method(
             name="token_recycling",

@@ -301,6 +301,7 @@ DRAFTER_PARTS: Mapping[str, DrafterPart] = {
     "dovetail": _with_head("dovetail"),
     "moa": _with_head("moa"),
     "longspec": _with_memory("longspec"),
+    "linearized": _with_head("linearized"),
     "ppd": _with_pseudo_tokens("ppd"),
     "hidden_transfer": _with_pseudo_tokens("hidden_transfer"),
     "early_exit": EARLY_EXIT,
@@ -1229,6 +1230,19 @@ METHODS: Mapping[str, Method] = {
             defaults={"num_speculative_tokens": 5, "node_budget": 10},
             needs=frozenset({Need.HIDDEN_STATES}),
             head="longspec",
+        ),
+        Method(
+            name="linearized",
+            paper="You et al.: When Linear Attention Meets Autoregressive Decoding, 2024, "
+            "arXiv 2406.07368",
+            summary="A tree of features from augmented linear attention, whose memory is constant.",
+            drafter="linearized",
+            shape="confidence",
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 5, "node_budget": 8},
+            needs=frozenset({Need.HIDDEN_STATES}),
+            head="linearized",
         ),
         Method(
             name="ppd",

@@ -1,9 +1,9 @@
 """A non-autoregressive model drafts a block of tokens in one forward.
 
-Generalised Aggressive Decoding, Xia et al. 2022 (arXiv 2205.10350, section 4): an encoder reads the
-input once, and a decoder without order reads what is written and the masks of a block behind it.
-Each position's token is chosen by itself, so a block may mix two ways to go on; the target keeps
-its beginning.
+Generalised Aggressive Decoding, Ge et al. 2022 (arXiv 2205.10350): an encoder reads the input once,
+and a decoder without order reads what is written and the masks of a block behind it. Each
+position's token is chosen by itself, so a block may mix two ways to go on; the target keeps its
+beginning.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Encoder-decoder models that fill a block of masks in one forward, for drafts.
 
-The drafter of Generalised Aggressive Decoding (Xia et al. 2022, arXiv 2205.10350, section 4). It is
-an ordinary encoder-decoder of ``transformers`` (of the BART kind, which takes a mask from its
-caller) but for its config.json, which names a ``mask_token_id``, and its decoder, in which every
-position sees all others.
+The drafter of Generalised Aggressive Decoding (Ge et al. 2022, arXiv 2205.10350). It is an ordinary
+encoder-decoder of ``transformers`` (of the BART kind, which takes a mask from its caller) but for
+its config.json, which names a ``mask_token_id``, and its decoder, in which every position sees all
+others.
 """
 
 from __future__ import annotations

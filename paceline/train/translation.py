@@ -1,10 +1,10 @@
 """The recipe of the small translators: `python -m paceline.train.translation --out FOLDER`.
 
 Two models of the BART kind over one made text pair, German sentences of parts and their English.
-The target writes in order. The drafter, Generalised Aggressive Decoding's (Xia et al. 2022, arXiv
-2205.10350, section 4), fills a block of masks behind what is written, all at once; it is trained
-as a glancing transformer (Qian et al. 2021, arXiv 2008.07905): the more of a block it gets wrong,
-the more of its tokens it is shown before it learns the others.
+The target writes in order. The drafter, Generalised Aggressive Decoding's (Ge et al. 2022, arXiv
+2205.10350), fills a block of masks behind what is written, all at once; it is trained as a glancing
+transformer (Qian et al. 2021, arXiv 2008.07905): the more of a block it gets wrong, the more of its
+tokens it is shown before it learns the others.
 
 A part of a sentence has one or two translations, and which of two the text has is chance. So the
 target is unsure between them, and a drafter that fills positions side by side may mix them.

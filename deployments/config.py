@@ -20,7 +20,7 @@ from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig, keys_at
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.deployments.vllm_plan import chain_plan
 from paceline.errors import InvalidArgument, ModelNotFound
-from paceline.masked_folder import is_masked_model
+from paceline.masked_folder import MASKED_DRAFTERS, masked_kind
 from paceline.methods import DRAFTERS, METHODS, VLLM_METHODS, Method
 from paceline.model_names import ADAPTER_NAME, pin_model, resolve_model
 from paceline.plan import resolve
@@ -610,8 +610,8 @@ class DeploymentConfig(_Block):
     @property
     def hosted_drafter(self) -> str:
         """The catalogue's name of the drafter that drafter replicas host."""
-        if self.drafter_folder is not None and is_masked_model(self.drafter_folder):
-            return "diffuspec"
+        if self.drafter_folder is not None and (kind := masked_kind(self.drafter_folder)):
+            return kind
         if self.drafter_folder is not None or self.drafter.method is None:
             return "draft_model"
         return METHODS[self.drafter.method].drafter or ""
@@ -688,8 +688,9 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
             "speculation.method", method.name,
             "a method that needs no draft model ('prompt_lookup', 'ar'), or a model.drafter",
         )  # fmt: skip
-    if config.hosted_drafter == "diffuspec" and "draft_model" in (method.drafter, *method.uses):
-        allowed = "'diffuspec', or another method without a draft model, as model.drafter is masked"
+    hosted = config.hosted_drafter
+    if hosted in MASKED_DRAFTERS and "draft_model" in (method.drafter, *method.uses):
+        allowed = f"a method with {hosted!r} or without a draft model, as model.drafter is masked"
         raise InvalidArgument("speculation.method", method.name, allowed)
     model, changes = config.model, {}
     for role, name in (("target", model.target), ("drafter", model.drafter)):

@@ -15,6 +15,7 @@ from paceline.deployments.config import DeploymentConfig
 from paceline.deployments.learner import WeightsFollower
 from paceline.deployments.lease import Endpoint, Holder, LeaseBook, data_host
 from paceline.deployments.metrics import report_gauges
+from paceline.masked_folder import MASKED_DRAFTERS
 from paceline.rpc.server import start_server
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ def _load(config: DeploymentConfig) -> tuple[Drafter, int, int | None]:
     if folder is None:
         drafter, vocab_size = make_drafter(config.hosted_drafter, config.target_folder)
         return drafter, vocab_size, None
-    if config.hosted_drafter == "diffuspec":
+    if config.hosted_drafter in MASKED_DRAFTERS:
         masked = load_masked_drafter(folder, config.target_folder)
-        return masked, masked.vocab_size, masked.runner.context_length
+        return masked, masked.vocab_size, masked.context_length
     draft_model = load_drafter(
         folder,
         config.target_folder,

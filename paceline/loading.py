@@ -14,12 +14,13 @@ from paceline.diffusion.runner import BlockRunner
 from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.diffuspec import DiffuSpec
 from paceline.drafters.draft_model import DraftModel
+from paceline.drafters.non_autoregressive import NonAutoregressive
 from paceline.drafters.omnidraft import OmniDraft, Translator
 from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument
 from paceline.gguf_folder import is_foreign, model_folder
 from paceline.lengths.base import LengthContext
-from paceline.masked_folder import is_masked_model
+from paceline.masked_folder import masked_kind
 from paceline.memory import give_back
 from paceline.methods import DRAFTERS
 from paceline.model_names import resolve_heads, resolve_model
@@ -163,22 +164,28 @@ def load_drafter(
         TokenizerMismatch: drafter and target do not share a tokenizer.
     """
     path, target = resolve_model(path), resolve_model(target, weights=False)
-    if is_masked_model(path):
-        raise InvalidArgument("drafter", str(path), "no masked model: diffuspec drafts with those")
+    if kind := masked_kind(path):
+        raise InvalidArgument("drafter", str(path), f"no masked model: {kind} drafts with those")
     check_same_tokenizer(load_tokenizer(target), load_tokenizer(path))
     runner = _load_draft_runner(path, dtype, device, kv_tokens)
     return DraftModel(runner, _config(target).get("vocab_size"))
 
 
-def load_masked_drafter(path: str | Path, target: str | Path) -> DiffuSpec:
-    """A masked-diffusion model that drafts for ``target``, with the method `diffuspec`.
+def load_masked_drafter(path: str | Path, target: str | Path) -> DiffuSpec | NonAutoregressive:
+    """A model that fills masks and drafts for ``target``; :func:`masked_kind` names its drafter.
 
     Args and raises: as :func:`load_drafter`.
     """
     path, target = resolve_model(path), resolve_model(target, weights=False)
     check_same_tokenizer(load_tokenizer(target), load_tokenizer(path))
+    vocab_size = _config(target).get("vocab_size")
+    if masked_kind(path) == "non_autoregressive":
+        from paceline.models.non_autoregressive import FillingModel
+
+        model = FillingModel(path)
+        return NonAutoregressive(model, int(vocab_size or model.vocab_size))
     runner = BlockRunner(MaskedModel.load(path))
-    return DiffuSpec(runner, int(_config(target).get("vocab_size") or runner.vocab_size))
+    return DiffuSpec(runner, int(vocab_size or runner.vocab_size))
 
 
 def make_drafter(name: str, target: str | Path) -> tuple[Drafter, int]:
@@ -279,8 +286,8 @@ def load_engine(
     drafters: dict[str, Drafter] = {}
     if drafter is not None:
         where = drafter_device or device
-        if is_masked_model(drafter):
-            drafters["diffuspec"] = load_masked_drafter(drafter, target)
+        if kind := masked_kind(drafter):
+            drafters[kind] = load_masked_drafter(drafter, target)
         elif translate and tokenizer.vocabulary() != load_tokenizer(drafter).vocabulary():
             drafters["omnidraft"] = load_translating_drafter(
                 drafter, tokenizer, dtype=dtype, device=where, kv_tokens=kv_tokens

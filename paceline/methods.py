@@ -31,6 +31,7 @@ from paceline.drafters.diffuspec import DIFFUSPEC
 from paceline.drafters.forced import FORCED, FORCED_OR_DRAFT_MODEL
 from paceline.drafters.jacobi import GAUSS_SEIDEL, HYBRID_JACOBI, JACOBI
 from paceline.drafters.lookahead import LOOKAHEAD
+from paceline.drafters.non_autoregressive import NON_AUTOREGRESSIVE
 from paceline.drafters.predicted_outputs import (
     PREDICTED_OUTPUTS,
     PREDICTED_OUTPUTS_OR_DRAFT_MODEL,
@@ -300,6 +301,7 @@ DRAFTER_PARTS: Mapping[str, DrafterPart] = {
     "dovetail": _with_head("dovetail"),
     "moa": _with_head("moa"),
     "longspec": _with_memory("longspec"),
+    "linearized": _with_head("linearized"),
     "ppd": _with_pseudo_tokens("ppd"),
     "hidden_transfer": _with_pseudo_tokens("hidden_transfer"),
     "early_exit": EARLY_EXIT,
@@ -308,6 +310,7 @@ DRAFTER_PARTS: Mapping[str, DrafterPart] = {
     "rasd": RASD,
     "s2d": S2D_PART,
     "diffuspec": DIFFUSPEC,
+    "non_autoregressive": NON_AUTOREGRESSIVE,
     "combined": COMBINED,
     "auto": AUTO_PART,
     # Wraps a draft model with the target's tokenizer; the caller gives the engine any other.
@@ -769,6 +772,28 @@ METHODS: Mapping[str, Method] = {
             defaults={"num_speculative_tokens": 32},
         ),
         Method(
+            name="generalized_aggressive",
+            paper="Ge et al.: Lossless Acceleration for Seq2seq Generation with Aggressive "
+            "Decoding, 2022, arXiv 2205.10350",
+            summary="A model without order fills a block of masks behind the text in one forward.",
+            drafter="non_autoregressive",
+            shape=None,
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 25},
+        ),
+        Method(
+            name="generalized_aggressive_tolerance",
+            paper="Ge et al.: Lossless Acceleration for Seq2seq Generation with Aggressive "
+            "Decoding, 2022, arXiv 2205.10350",
+            summary="Like generalized_aggressive; accepts tokens that are nearly the best (lossy).",
+            drafter="non_autoregressive",
+            shape=None,
+            acceptance="tolerance",
+            length="fixed",
+            defaults={"num_speculative_tokens": 25, "tolerance_beta": 5, "tolerance_tau": 3.0},
+        ),
+        Method(
             name="token_recycling",
             paper="Luo et al.: Turning Trash into Treasure: Accelerating Inference of Large "
             "Language Models with Token Recycling, 2024, arXiv 2408.08696",
@@ -1205,6 +1230,19 @@ METHODS: Mapping[str, Method] = {
             defaults={"num_speculative_tokens": 5, "node_budget": 10},
             needs=frozenset({Need.HIDDEN_STATES}),
             head="longspec",
+        ),
+        Method(
+            name="linearized",
+            paper="You et al.: When Linear Attention Meets Autoregressive Decoding, 2024, "
+            "arXiv 2406.07368",
+            summary="A tree of features from augmented linear attention, whose memory is constant.",
+            drafter="linearized",
+            shape="confidence",
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 5, "node_budget": 8},
+            needs=frozenset({Need.HIDDEN_STATES}),
+            head="linearized",
         ),
         Method(
             name="ppd",

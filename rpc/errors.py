@@ -38,7 +38,7 @@ DOMAIN = "paceline"
 DETAILS_KEY = "grpc-status-details-bin"
 
 # gRPC sends status and details as trailing metadata, of which peers accept 8 KB.
-_MAX_MESSAGE = 1000
+_MAX_MESSAGE = 1500
 _MAX_VALUE = 200
 
 _log = logging.getLogger("paceline.rpc")

@@ -38,6 +38,7 @@ from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.loading import load_engine, load_runner
+from paceline.masked_folder import MASKED_DRAFTERS
 from paceline.methods import METHODS
 from paceline.sampling import SamplingParams
 from paceline.tokenizer import load_tokenizer
@@ -80,7 +81,7 @@ ROW_FIELDS = {
 ENGINE_METHODS = [
     name
     for name, method in METHODS.items()
-    if method.lossless and not method.head and method.drafter != "diffuspec"
+    if method.lossless and not method.head and method.drafter not in MASKED_DRAFTERS
 ]
 PEERS = ["transformers:ar", "transformers:assistant_model", "transformers:prompt_lookup"]
 
@@ -911,7 +912,7 @@ def test_lossy_methods_are_measured_on_request_only(
 def test_methods_that_cannot_run_are_listed_with_the_reason(target: Path, questions: Path) -> None:
     """Without draft models and heads, "all" leaves out and names the methods that need them."""
     backend = LocalBackend(load_engine(target, device="cpu"))
-    models = {"draft_model", "diffuspec"}
+    models = {"draft_model", *MASKED_DRAFTERS}
     wants = {n for n, m in METHODS.items() if models & {m.drafter, *m.uses}}
     headed = {n for n, m in METHODS.items() if m.head}
     assert set(backend.unavailable) == wants | headed

@@ -188,6 +188,8 @@ def test_wheel_is_small_enough_to_ship_weights(wheel: Path) -> None:
         "paceline/demo/any_subset": 2e6,
         "paceline/demo/forks": 1e6,
         "paceline/demo/actions": 0.5e6,
+        "paceline/demo/translation": 1e6,
+        "paceline/demo/block_ffn": 0.5e6,
         "paceline/smollm2": 20e6,
     }
     weights = [i for i in zipfile.ZipFile(wheel).infolist() if i.filename.endswith(".safetensors")]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from paceline.masked_folder import MASKED_DRAFTERS
 from paceline.methods import METHODS, Method
 
 FOLDER = Path(__file__).parent / "static"
@@ -50,7 +51,7 @@ def _group(method: Method) -> str:
         return "No drafts"
     if method.head is not None:
         return "Trained heads"
-    if {"draft_model", "diffuspec"} & {method.drafter, *method.uses}:
+    if {"draft_model", *MASKED_DRAFTERS} & {method.drafter, *method.uses}:
         return "A draft model"
     return "The target itself" if method.needs else "Text seen before"
 

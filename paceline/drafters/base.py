@@ -15,13 +15,21 @@ from paceline.acceptance.base import PathLogits
 from paceline.errors import InvalidArgument
 from paceline.knobs import MAX_DEPTH, Knob, Knobs
 from paceline.lengths.base import ConfidenceStop
-from paceline.sampling import argmax_rows, coupled_sample
+from paceline.sampling import (
+    Probs,
+    argmax_rows,
+    coupled_sample,
+    gumbel_at,
+    process_logits,
+    scaled_scores,
+)
 from paceline.shapes.kary import chain
 from paceline.tree import align, is_chain, path_to, subset
 from paceline.types import (
     EMPTY_DRAFT,
     Budget,
     Draft,
+    Draws,
     FloatArray,
     Need,
     Outcome,
@@ -343,6 +351,34 @@ def target_tokens(session: SessionView, outcome: Outcome, nodes: Iterable[int]) 
         row = target.row(path, node)
         tokens.append(coupled_sample(row, params, len(history) + len(path)))
     return tokens
+
+
+def position_values(session: SessionView, logits: FloatArray) -> list[Probs]:
+    """What the tokens of positions that are drafted side by side are chosen by.
+
+    Log-probabilities, perturbed by the target's own noise where the rule couples its draws.
+
+    Args:
+        logits: of the positions behind the session's tokens.  # [depth, vocab_size]
+    """
+    params, rows = session.params, []
+    for place, row in enumerate(logits):
+        processed = process_logits(
+            row, params, session.token_ids, session.prompt_length, session.stop_ids
+        )
+        values = processed.astype(np.float64)
+        if params.temperature > 0 and session.draws is Draws.COUPLED:
+            values = scaled_scores(processed, params)
+            likely = np.flatnonzero(np.isfinite(values))
+            values[likely] += gumbel_at(params.seed, session.length + place, likely)
+        rows.append(values)
+    return rows
+
+
+def until_stop(session: SessionView, tokens: list[int]) -> list[int]:
+    """The tokens up to the first one that would end the generation, with it."""
+    ends = (place for place, token in enumerate(tokens) if session.stops_at(token))
+    return tokens[: next(ends, len(tokens)) + 1]
 
 
 State = TypeVar("State")

@@ -19,10 +19,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.drafters.base import NGRAM_MAX, Drafter, DrafterPart
+from paceline.drafters.base import (
+    NGRAM_MAX,
+    Drafter,
+    DrafterPart,
+    position_values,
+    until_stop,
+)
 from paceline.knobs import Knob
-from paceline.sampling import Probs, gumbel_at, process_logits, scaled_scores
-from paceline.types import EMPTY_DRAFT, Budget, Draft, Draws, FloatArray
+from paceline.sampling import Probs
+from paceline.types import EMPTY_DRAFT, Budget, Draft, FloatArray
 
 if TYPE_CHECKING:
     from paceline.diffusion.runner import BlockRunner, Context
@@ -175,6 +181,10 @@ class DiffuSpec(Drafter):
         self.runner, self.vocab_size = runner, vocab_size
         self._states: dict[str, _State] = {}
 
+    @property
+    def context_length(self) -> int:
+        return self.runner.context_length
+
     def open(self, session: SessionView) -> None:
         from paceline.diffusion.runner import Context
 
@@ -191,18 +201,17 @@ class DiffuSpec(Drafter):
         ]
 
     def _draft(self, session: SessionView, depth: int) -> Draft:
-        if depth <= 0 or session.length + depth > self.runner.context_length:
+        if depth <= 0 or session.length + depth > self.context_length:
             return EMPTY_DRAFT
         state, config = self._states[session.session_id], session.config
         lattice = [
             candidates(values, config[LATTICE_WIDTH], config[LATTICE_MASS])
-            for values in self._values(session, self._logits(session, state, depth))
+            for values in position_values(session, self._logits(session, state, depth))
         ]
         state.proxy.learn(session.token_ids)
         tail = session.token_ids[-config[NGRAM_MAX] :]
         path = best_path(lattice, tail, state.proxy, config[PROXY_WEIGHT], config[BEAM_WIDTH])
-        ends = (place for place, token in enumerate(path) if session.stops_at(token))
-        return Draft.chain(path[: next(ends, len(path)) + 1])
+        return Draft.chain(until_stop(session, path))
 
     def _logits(self, session: SessionView, state: _State, depth: int) -> FloatArray:
         """Of the positions behind the text, from one forward.  # [depth, vocab_size]"""
@@ -228,21 +237,6 @@ class DiffuSpec(Drafter):
         if mask < self.vocab_size:
             found[:, mask] = -np.inf
         return found
-
-    def _values(self, session: SessionView, logits: FloatArray) -> list[Probs]:
-        """What a path adds up: log-probabilities, perturbed where the rule couples its draws."""
-        params, rows = session.params, []
-        for place, row in enumerate(logits):
-            processed = process_logits(
-                row, params, session.token_ids, session.prompt_length, session.stop_ids
-            )
-            values = processed.astype(np.float64)
-            if params.temperature > 0 and session.draws is Draws.COUPLED:
-                values = scaled_scores(processed, params)
-                likely = np.flatnonzero(np.isfinite(values))
-                values[likely] += gumbel_at(params.seed, session.length + place, likely)
-            rows.append(values)
-        return rows
 
 
 DIFFUSPEC = DrafterPart(

@@ -96,15 +96,7 @@ class Seq2SeqRunner(TransformersRunner):
 
     def _find_start(self, sequence: Seq2SeqSequence, known: list[int]) -> None:
         """Split the tokens known so far into encoder input and decoder tokens."""
-        start = self.start_token_id
-        if start in known:
-            place = known.index(start)
-            while known[place + 1 : place + 2] == [start]:  # after a padded or ended input
-                place += 1
-            # The prompt is only the start token: encoders cannot run on an empty input.
-            sequence.start, sequence.source = place, known[:place] or [start]
-        else:
-            sequence.start, sequence.source = len(known) - 1, known
+        sequence.start, sequence.source = find_start(known, self.start_token_id)
 
 
 class DecoderTrees(SingleTrees):
@@ -139,6 +131,17 @@ class DecoderTrees(SingleTrees):
 
     def _tensor(self, token_ids: list[int]) -> torch.Tensor:
         return torch.tensor([token_ids], dtype=torch.int64, device=self._calls.device)
+
+
+def find_start(known: list[int], start_token_id: int) -> tuple[int, list[int]]:
+    """At which of the known tokens the decoder starts, and the encoder's input."""
+    if start_token_id not in known:
+        return len(known) - 1, known
+    place = known.index(start_token_id)
+    while known[place + 1 : place + 2] == [start_token_id]:  # after a padded or ended input
+        place += 1
+    # The prompt is only the start token: encoders cannot run on an empty input.
+    return place, known[:place] or [start_token_id]
 
 
 def _own(sequence: KVSequence) -> Seq2SeqSequence:

@@ -54,6 +54,10 @@ def load_causal_lm(
         check_fits(count_weights(folder) * dtype.itemsize, folder)
     from transformers import AutoConfig
 
+    if read_config(folder).get("model_type") == "block_ffn":
+        from paceline.models import block_ffn
+
+        block_ffn.register()
     model: Any
     info: Any
     try:

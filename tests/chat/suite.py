@@ -27,6 +27,7 @@ from paceline.engine import Engine, EngineLimits, EngineThread
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.gguf_folder import model_folder
 from paceline.loading import load_runner, make_drafter
+from paceline.masked_folder import MASKED_DRAFTERS
 from paceline.methods import METHODS
 from paceline.model_names import resolve_model
 from paceline.models.llama import LlamaRunner
@@ -56,7 +57,7 @@ PLACES = ("process", "actors", "device")
 LOSSLESS = tuple(
     name
     for name, method in METHODS.items()
-    if method.lossless and method.drafter != "diffuspec"  # SmolLM2 has no masked model
+    if method.lossless and method.drafter not in MASKED_DRAFTERS  # SmolLM2 has no such model
 )
 DEADLINE_S = 300.0
 """Of one request, on a machine that does much else."""

@@ -22,7 +22,7 @@ from paceline.target import ModelTarget
 from paceline.tokenizer import load_tokenizer
 from tests.fakes import WITH_FAKES
 from tests.heads import untrained_heads
-from tests.masked import masked_drafter
+from tests.masked import masked_drafters
 
 # Every method that promises AR's tokens or AR's law; the small engine has all that they need.
 LOCAL_METHODS = tuple(name for name, method in METHODS.items() if method.lossless)
@@ -117,7 +117,7 @@ def small_engine(
         ModelTarget(target),
         {
             "draft_model": DraftModel(drafter),
-            "diffuspec": masked_drafter(target.vocab_size),
+            **masked_drafters(target.vocab_size),
             **(drafters or {}),
         },
         tokenizer=load_tokenizer(folder),

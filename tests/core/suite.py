@@ -18,7 +18,7 @@ from paceline.target import ModelTarget
 from tests.core.prompts import code_prompts
 from tests.fakes import WITH_FAKES, AlwaysRight, Mix, NeverRight
 from tests.heads import UntrainedHeads, untrained_heads
-from tests.masked import masked_drafter
+from tests.masked import masked_drafters
 
 BASE = SamplingParams(ignore_eos=True)
 SAMPLED = replace(BASE, temperature=1.0)
@@ -132,12 +132,8 @@ class Suite:
         )
 
     def _masked(self) -> dict[str, Drafter]:
-        """A masked model for another target than the demo's, which has one."""
-        return (
-            {}
-            if self._folder == TARGET_DIR
-            else {"diffuspec": masked_drafter(self.demo.target.vocab_size)}
-        )
+        """Random models that fill masks; the demo's target has one for `diffuspec` already."""
+        return masked_drafters(self.demo.target.vocab_size)
 
     def _heads(self) -> HeadLibrary:
         runner = self.demo.target.runner

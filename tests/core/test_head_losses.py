@@ -327,6 +327,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Expected, dict[str, float]]] = {
     "moa": ("moa", {}, moa, {"feature": 1}),
     "moa, weighted": ("moa", {"feature_weight": 0.3}, moa, {"feature": 0.3}),
     "longspec": ("longspec", {}, longspec, {}),
+    "linearized": ("linearized", {}, eagle, {"feature": 1, "token": 0.1, "unroll": 1}),
     "ppd": ("ppd", {"places": 0}, pseudo, {"decay": 0.8}),
     "hidden_transfer": (
         "hidden_transfer", {"places": 0, "decay": 0.5}, pseudo, {"decay": 0.5},

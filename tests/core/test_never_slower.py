@@ -36,6 +36,7 @@ from paceline.target import ModelTarget
 from paceline.types import Draft, Need
 from tests.core.engines import LOCAL_METHODS
 from tests.heads import untrained_heads
+from tests.masked import masked_drafters
 
 PARAMS = SamplingParams(max_tokens=48, ignore_eos=True)
 METHOD_NAMES = tuple(name for name in LOCAL_METHODS if name != "ar")
@@ -179,7 +180,7 @@ class Run:
         self.clock.charge(draft_model.runner, lambda rows: machine.draft * rows, prompts=True)
         self.engine = Engine(
             ModelTarget(runner),
-            {"draft_model": draft_model, "diffuspec": demo.drafters["diffuspec"]},
+            {**masked_drafters(demo.target.vocab_size), **demo.drafters},
             tokenizer=demo.tokenizer,
             limits=EngineLimits(prefix_cache=False),
             length_context=LengthContext(profile=profile, vocab_size=demo.target.vocab_size),

@@ -26,7 +26,7 @@ FLOORS = {
     "medusa": 1.2, "blockwise": 1.13, "hydra": 1.37, "hydra_pp": 1.43, "eagle": 2.7, "eagle2": 2.7,
     "chimera": 1.5, "fspad": 2.6, "falcon": 1.3, "dovetail": 1.6, "moa": 1.57, "ppd": 1.23,
     "hidden_transfer": 1.2, "dflash": 1.28, "ddtree": 1.68, "dspark": 1.21,
-    "mtp": 1.58, "dflash2": 1.11, "peagle": 1.17, "longspec": 1.72,
+    "mtp": 1.58, "dflash2": 1.11, "peagle": 1.17, "longspec": 1.72, "linearized": 1.46,
 }  # fmt: skip
 MAX_BYTES = 12_500_000  # of all heads together
 
@@ -48,7 +48,9 @@ def decoded(method: str, variant: str) -> list[Session]:
 
 def test_every_method_with_a_head_of_the_demo_target_can_be_tried() -> None:
     refused = {name: engine().drafters.refusal(method) for name, method in METHODS.items()}
-    assert {n: why for n, why in refused.items() if why and "eagle3" not in why} == {}
+    # The drafter that fills blocks ships with a target of its own.
+    others = ("eagle3", "non_autoregressive")
+    assert not [why for why in refused.values() if why and not any(o in why for o in others)]
     shipped = {path.parent.name for path in HEADS_DIR.glob("*/config.json")}
     assert shipped == set(HEADS) - {"eagle3"}
     able = {m.name for m in METHODS.values() if m.head in shipped and m.lossless}

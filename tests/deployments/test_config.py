@@ -10,11 +10,12 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from paceline.demo import DIFFUSION_DIR, DRAFTER_DIR, TARGET_DIR
+from paceline.demo import DIFFUSION_DIR, DRAFTER_DIR, TARGET_DIR, TRANSLATION_DIR
 from paceline.deployments import drafter as drafter_replica
 from paceline.deployments.app import DRAFTER, GATEWAY, TARGET, build
 from paceline.deployments.config import CONFIGS_DIR, parse_config, read_config_file
 from paceline.drafters.diffuspec import DiffuSpec
+from paceline.drafters.non_autoregressive import NonAutoregressive
 from paceline.errors import InvalidArgument, ModelNotFound
 
 SHIPPED = sorted(CONFIGS_DIR.glob("*.yaml"))
@@ -133,6 +134,18 @@ def test_a_masked_model_as_drafter_drafts_for_diffuspec() -> None:
     for method in ("draft_model", "copyspec_draft_model"):
         with pytest.raises(InvalidArgument, match=r"speculation\.method.*diffuspec"):
             parse_config({"model": model, "speculation": {"method": method}})
+
+
+def test_a_model_without_order_as_drafter_drafts_for_generalized_aggressive() -> None:
+    model = {name: str(TRANSLATION_DIR / name) for name in ("target", "drafter")}
+    speculation = {"method": "generalized_aggressive"}
+    config = parse_config({"model": model, "topology": "actors", "speculation": speculation})
+    assert config.hosted_drafter == "non_autoregressive"
+    drafter, vocab_size, context_length = drafter_replica._load(config)
+    assert isinstance(drafter, NonAutoregressive)
+    assert (vocab_size, context_length) == (drafter.vocab_size, drafter.context_length)
+    with pytest.raises(InvalidArgument, match=r"speculation\.method.*non_autoregressive"):
+        parse_config({"model": model, "speculation": {"method": "draft_model"}})
 
 
 def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

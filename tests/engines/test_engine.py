@@ -33,7 +33,8 @@ SMALL_KV: dict[str, Any] = {
 }  # fmt: skip
 
 
-NOT_LOADED = ("omnidraft", "diffuspec")  # vLLM's workers load no drafters for these
+# vLLM's workers load no drafters for these.
+NOT_LOADED = ("omnidraft", "diffuspec", "generalized_aggressive")
 
 
 def runs_in_vllm(name: str) -> bool:

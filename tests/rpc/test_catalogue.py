@@ -10,6 +10,7 @@ import pytest
 from paceline.config import SpeculationConfig, parse_speculation
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument
+from paceline.masked_folder import MASKED_DRAFTERS
 from paceline.methods import METHODS
 from paceline.models.base import ModelRunner
 from paceline.rpc.client import Client
@@ -67,7 +68,7 @@ def test_lists_travel_whole(knobs: Mapping[str, Any]) -> None:
 def test_a_server_lists_what_it_can_run(server: RpcServer) -> None:
     with Client(server.address) as client:
         lacking = {n for n, m in METHODS.items() if m.head or m.acceptance == "judge"}
-        lacking |= {n for n, m in METHODS.items() if m.drafter == "diffuspec"}
+        lacking |= {n for n, m in METHODS.items() if m.drafter in MASKED_DRAFTERS}
         assert set(client.get_model().methods) == METHODS.keys() - lacking
 
 

@@ -183,7 +183,7 @@ def test_every_method_is_simulated_exactly_or_says_why_not(small: Engine, method
     reason = why_not(resolve(config), params)
     learns = {
         "token_recycling", "sam_token_recycling", "stand", "aded", "lookahead", "jacobi",
-        "gauss_seidel", "hybrid_jacobi", "ppd", "hidden_transfer", "omnidraft",
+        "gauss_seidel", "hybrid_jacobi", "ppd", "hidden_transfer", "longspec", "omnidraft",
     }  # fmt: skip
     expected = {
         **dict.fromkeys(learns, "what it drafts depends on what was drafted before"),

@@ -23,6 +23,7 @@ from paceline.models.heads.falcon import Falcon
 from paceline.models.heads.fspad import Fspad
 from paceline.models.heads.hidden_transfer import HiddenTransfer
 from paceline.models.heads.hydra import Hydra, HydraPP
+from paceline.models.heads.linearized import Linearized
 from paceline.models.heads.longspec import LongSpec
 from paceline.models.heads.medusa import Medusa
 from paceline.models.heads.moa import MixtureOfAttentions
@@ -59,6 +60,7 @@ HEADS: Mapping[str, type[Head]] = {
         Dovetail,
         MixtureOfAttentions,
         LongSpec,
+        Linearized,
         PromptDecoding,
         HiddenTransfer,
     )

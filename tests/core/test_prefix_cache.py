@@ -92,7 +92,9 @@ def test_every_method_goes_on_from_a_cached_prefix(method: str, tiny_folder: Pat
     method_reads_prompts = bool(
         {n.value for n in again.plan.needs} & {"hidden_states", "layer_states"}
     )
-    assert (hits(small) > before) is not method_reads_prompts
+    # LongSpec's head begins with known tokens without states of the target.
+    reads = method_reads_prompts and method != "longspec"
+    assert (hits(small) > before) is not reads
     # What it left behind serves the next one as well.
     longer = [*prompt, *again.output_ids]
     fresh = small_engine(tiny_folder, limits=EngineLimits(prefix_cache=False))

@@ -65,7 +65,7 @@ class Weights:
     chunk: float = 0.6
 
 
-class Rows:
+class SourceRows:
     """The standard library's source in rows of tokens."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ def train(
 ) -> Any:
     """Train and write the model; the same call goes on from its checkpoint after a kill."""
     torch.manual_seed(seed)
-    rows = Rows()
+    rows = SourceRows()
     model = new_model(len(rows.tokenizer)).train()
     out.mkdir(parents=True, exist_ok=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, weight_decay=0.01)
@@ -158,7 +158,7 @@ def main() -> None:
     args = parser.parse_args()
     weights = Weights(locality=args.locality, chunk=args.chunk)
     model = train(args.out, args.steps, weights)
-    for name, value in measure(model, Rows().held_out[:64], (1, 2, 4, 8, 16, 32)).items():
+    for name, value in measure(model, SourceRows().held_out[:64], (1, 2, 4, 8, 16, 32)).items():
         print(f"{name}: {value:.3f}")
 
 

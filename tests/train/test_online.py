@@ -222,8 +222,8 @@ def test_drafts_of_other_drafters_teach_nothing(engine: Engine) -> None:
     assert not recorder.take()
 
 
-def test_method_auto_records_what_the_draft_model_drafted() -> None:
-    engine = load_engine()
+def test_method_auto_records_what_the_draft_model_drafted(tmp_path: Path) -> None:
+    engine = load_engine(heads=tmp_path)  # without heads
     recorder, drafted = watched(engine), []
 
     def look(event: RoundEvent) -> None:
@@ -233,7 +233,12 @@ def test_method_auto_records_what_the_draft_model_drafted() -> None:
 
     engine.events.watchers.append(look)
     assert engine.tokenizer is not None
-    engine.generate(code_prompts(engine.tokenizer, 3), GREEDY, SpeculationConfig(method="auto"))
+    # Which drafter pays is measured; on a busy machine it takes a while until it is this one.
+    for _ in range(12):
+        prompts = code_prompts(engine.tokenizer, 3)
+        engine.generate(prompts, GREEDY, SpeculationConfig(method="auto"))
+        if "draft_model" in drafted:
+            break
     assert len(recorder.take()) == drafted.count("draft_model") > 0
 
 

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.config import SpeculationConfig
 from paceline.errors import InvalidArgument
+from paceline.loading import load_engine
 from paceline.models.heads.base import HeadTarget
 from paceline.models.heads.linearized import (
     LayerMemory,
@@ -21,6 +23,7 @@ from paceline.models.heads.linearized import (
 )
 from paceline.models.llama_config import LlamaConfig
 from paceline.models.rope import rope_table
+from paceline.sampling import SamplingParams
 from paceline.tree import path_to
 from tests.core.toy_heads import (
     accepted_length,
@@ -269,3 +272,15 @@ def test_training_makes_drafts_right(tmp_path: Path) -> None:
     assert after < 0.5 * before
     assert agreement[0] > 0.7
     assert accepted_length(decode(head, tmp_path, "linearized")) > 1.5
+
+
+def test_it_drafts_for_a_target_in_bfloat16() -> None:
+    engine = load_engine("demo", dtype="bfloat16")
+    speculation = SpeculationConfig(method="linearized", length="fixed")
+    prompt = list(range(100, 140))
+    params = SamplingParams(max_tokens=40, ignore_eos=True)  # beyond the end of a group
+    (drafted,) = engine.generate([prompt], params, speculation)
+    (plain,) = engine.generate([prompt], params, SpeculationConfig(method="ar"))
+    assert drafted.output_ids == plain.output_ids
+    assert not drafted.stats.drafter_lost
+    assert drafted.stats.num_drafted > 0

@@ -175,7 +175,7 @@ class LinearLayer(nn.Module):
         weights = self._weights(queries, all_keys, places, all_places, mask)
         read = torch.einsum("rhc,chd->rhd", weights, all_values)
         far = torch.einsum("rhd,hde->rhe", queries[:, :, 1], memory.summary)
-        read = read + far * self._share(places)[:, None, None]
+        read = read + far * self._share(places, far)[:, None, None]
         return self._finish(x, read, near[torch.tensor(unfolded, device=x.device)])
 
     def _project(self, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,16 +205,17 @@ class LinearLayer(nn.Module):
         scores = torch.einsum("...rhpd,...chpd->...prhc", queries, keys)
         near, far = scores.unbind(-4)
         near = F.relu(near / self.config.head_dim**0.5).square() / self.options.group
-        far = far * self._share(rows)[:, None, None]
+        far = far * self._share(rows, far)[:, None, None]
         group = self.options.group
         same = (rows[:, None] // group == columns // group)[:, None]
         return torch.where(same, near, far).masked_fill(~mask[:, None], 0.0)
 
-    def _share(self, places: Tensor) -> Tensor:
-        """What a place of an earlier group counts in the mean over all of them.  # [rows]"""
+    def _share(self, places: Tensor, like: Tensor) -> Tensor:
+        """What a place of an earlier group counts in the mean over all of them, in the type of
+        ``like``.  # [rows]"""
         group = self.options.group
         share: Tensor = 1.0 / (group * (places // group).clamp(min=1)) / self.config.head_dim**0.5
-        return share
+        return share.to(like.dtype)
 
     def _finish(self, x: Tensor, read: Tensor, window: Tensor) -> Tensor:
         """The rest of the layer.

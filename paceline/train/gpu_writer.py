@@ -68,7 +68,7 @@ class GpuWriter:
         numbers = torch.zeros(3, slots, dtype=torch.int64, device=device)
         # The place of the token that a step reads, the end of what is known, the end of the turn.
         self._place, self._known, self._last = numbers
-        self._heat = torch.zeros(slots, device=device)
+        self._temperature = torch.zeros(slots, device=device)
         self._spread = torch.zeros(slots, device=device)
         self._running = torch.zeros(slots, dtype=torch.bool, device=device)
         self._talks: list[Conversation | None] = [None] * slots
@@ -95,17 +95,21 @@ class GpuWriter:
     def _step(self) -> None:
         """One token for every slot; those that have ended stay where they are."""
         place = self._place
-        count, size = len(place), HEADER.index
+        count, field = len(place), HEADER.index
         rows, number = self._rows.data, place.int()
         header = rows[: len(HEADER) * count].view(len(HEADER), count)
-        header[size("token")] = self._tokens.gather(1, place[:, None])[:, 0].int()
-        header[size("position")] = number
-        header[size("slot")] = self._first_slot + number
-        header[size("prefix_length")] = number + 1
+        header[field("token")] = self._tokens.gather(1, place[:, None])[:, 0].int()
+        header[field("position")] = number
+        header[field("slot")] = self._first_slot + number
+        header[field("prefix_length")] = number + 1
         logits = self._logits()
         noise = -torch.log(-torch.log(torch.rand_like(logits).clamp_(1e-20, 1 - 1e-7)))
         unlikely = logits < logits.amax(-1, keepdim=True) - self._spread[:, None]
-        drawn = (logits + self._heat[:, None] * noise).masked_fill_(unlikely, -torch.inf).argmax(-1)
+        drawn = (
+            (logits + self._temperature[:, None] * noise)
+            .masked_fill_(unlikely, -torch.inf)
+            .argmax(-1)
+        )
         following = (place + 1).clamp_max(self._length - 1)
         given = following < self._known
         old = self._tokens.gather(1, following[:, None])[:, 0]
@@ -132,7 +136,7 @@ class GpuWriter:
         """Take what was written in slots that have ended, and give them new turns."""
         chosen = torch.tensor(slots, device=self._device)
         texts, places = self._tokens[chosen].tolist(), self._place[chosen].tolist()
-        done, places_now, known, last, heat, spread = [], [], [], [], [], []
+        done, places_now, known, last, temperature, spread = [], [], [], [], [], []
         for row, (slot, text, place) in enumerate(zip(slots, texts, places, strict=True)):
             talk, start = self._talks[slot], 0
             if talk is not None:
@@ -153,12 +157,12 @@ class GpuWriter:
             places_now.append(start)
             known.append(len(talk.tokens))
             last.append(len(talk.tokens) + talk.max_tokens)
-            heat.append(talk.temperature)
+            temperature.append(talk.temperature)
             spread.append(torch.inf if talk.answering else SPREAD)
         self._tokens[chosen] = torch.tensor(texts, device=self._device)
         for state, values in (
             (self._place, places_now), (self._known, known), (self._last, last),
-            (self._heat, heat), (self._spread, spread),
+            (self._temperature, temperature), (self._spread, spread),
         ):  # fmt: skip
             state[chosen] = torch.tensor(values, dtype=state.dtype, device=self._device)
         self._running[chosen] = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,13 @@ from paceline.train.chat_head import (
     read_talks,
     write_features,
 )
-from paceline.train.conversations import Dialogues, Writer, write_conversations
+from paceline.train.conversations import (
+    SHARD,
+    Conversation,
+    Dialogues,
+    Writer,
+    write_conversations,
+)
 from paceline.train.gpu_writer import GpuWriter
 
 MODEL = "smollm2"
@@ -45,8 +51,8 @@ LENGTH = 1024
 """Tokens of a conversation that are trained on."""
 GPU_LENGTH, GPU_SHARD = 1536, 4096
 """Likewise on a GPU, and the number of conversations in a file."""
-SLOT_BYTES = 1.2
-"""GPU memory of a conversation that is being written, over its KV entries."""
+SLOT_MEMORY = 1.2
+"""GPU memory of a conversation that is being written, over that of its KV entries."""
 MEASURED = 300
 """Held-out conversations that the card measures."""
 CHAINS = Eagle3Options(features=(2, 15, 29), vocabulary=8192, shallow_layers=2, unroll=4, int4=True)
@@ -101,7 +107,11 @@ def make(
     """
     asked = [prompt.text for file in questions for prompt in read_prompts(file, "gsm8k")]
     talks, on_gpu = work / "conversations", device == "cuda"
-    converse(model, talks, asked, tokens=tokens, on_gpu=on_gpu)
+    written = len([*talks.glob("*.npz")])  # the seed: a resumed run must not repeat itself
+    write_conversations(
+        converse(model, asked, seed=written, on_gpu=on_gpu), talks, tokens=tokens,
+        shard_size=GPU_SHARD if on_gpu else SHARD,
+    )  # fmt: skip
     reports, training = [], list[Talk]()
     for each in options:
         made: ChatTrainer[Any]
@@ -139,21 +149,20 @@ def make(
     print(card)
 
 
-def converse(model: str, out: Path, questions: Sequence[str], *, tokens: int, on_gpu: bool) -> None:
-    """Let the target talk to itself; resumes where it stopped."""
-    seed = len([*out.glob("*.npz")])  # another one for each run: it must not repeat itself
+def converse(
+    model: str, questions: Sequence[str], *, seed: int, on_gpu: bool
+) -> Iterator[Conversation]:
+    """The target talks to itself, for ever; it is loaded with the first conversation."""
     if not on_gpu:
-        write_conversations(Writer(model, questions, seed=seed).write(), out, tokens=tokens)
-        return
+        yield from Writer(model, questions, seed=seed).write()
     folder = model_folder(resolve_model(model))
     target = HeadTarget.from_folder(folder, dtype=torch.bfloat16, device="cuda")
     dialogues = Dialogues(load_tokenizer(folder), questions, seed=seed, answer_tokens=400)
     config = target.config
     entry = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
     free, _ = torch.cuda.mem_get_info()
-    slots = int(free / (SLOT_BYTES * entry * GPU_LENGTH))
-    writer = GpuWriter(target, dialogues, slots=slots, length=GPU_LENGTH, seed=seed)
-    write_conversations(writer.write(), out, tokens=tokens, shard_size=GPU_SHARD)
+    slots = int(free / (SLOT_MEMORY * entry * GPU_LENGTH))
+    yield from GpuWriter(target, dialogues, slots=slots, length=GPU_LENGTH, seed=seed).write()
 
 
 def model_card(

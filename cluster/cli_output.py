@@ -124,6 +124,10 @@ def set_threads(threads: int | None, target: str | Path | None) -> None:
     kernels.set_num_threads(threads or 0)  # a given number also limits the threads for prompts
 
 
+_UsageError: Any = typer.BadParameter.__base__
+"""An unknown command or option; typer exports no name for it, and shows it with the usage."""
+
+
 class _OneLineErrors:
     """Shows a failure as one line and an exit code, without a traceback.
 
@@ -134,7 +138,7 @@ class _OneLineErrors:
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)  # type: ignore[misc]
-        except (typer.Exit, typer.Abort):
+        except (typer.Exit, typer.Abort, _UsageError):
             raise
         except KeyboardInterrupt:
             err.print("interrupted", style="yellow")

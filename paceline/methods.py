@@ -1228,7 +1228,7 @@ METHODS: Mapping[str, Method] = {
             acceptance="coupled",
             length="goodput",
             defaults={"num_speculative_tokens": 5, "node_budget": 10},
-            needs=frozenset({Need.HIDDEN_STATES}),
+            needs=frozenset({Need.HIDDEN_STATES, Need.KV_ENTRIES}),
             head="longspec",
         ),
         Method(

@@ -33,6 +33,7 @@ class Need(enum.Enum):
     TREE_LOGITS = "tree_logits"
     HIDDEN_STATES = "hidden_states"
     LAYER_STATES = "layer_states"
+    KV_ENTRIES = "kv_entries"
     SHARED_MODEL = "shared_model"
 
 

@@ -198,8 +198,8 @@ class Intake:
         if lacking:
             raise InvalidArgument(
                 "method", plan.method.name,
-                f"a method that does not need the target's {', '.join(lacking)}: this target runs "
-                "on the general path (the fast path is for Llama, Mistral, Qwen2 and Qwen3 models)",
+                f"a method that does not need the target's {', '.join(lacking)}, which this target "
+                "on the general path does not give (docs/models.md has the fast path's)",
             )  # fmt: skip
         self._drafters.ensure(
             plan, lambda: sorted(n for n, m in self._catalogue.items() if not self.refusal(m))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ import torch
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.models import kernels
 from paceline.models.base import ForwardResult, KVSequence, Segment
-from paceline.models.transformers_check import find_strategy, make_trees
+from paceline.models.layouts import read_config
+from paceline.models.llama_config import LlamaConfig
+from paceline.models.transformers_check import find_strategy, has_states, make_trees
 from paceline.models.transformers_loading import load_causal_lm
 from paceline.models.transformers_sequence import NewTokens, TransformersSequence
+from paceline.models.transformers_taps import OutputLayer
 from paceline.models.transformers_trees import STRATEGIES, ModelCalls, Strategy, Trees
 from paceline.numerics import Fingerprint, digest_tensors, torch_class
 from paceline.tree import depths
@@ -42,7 +46,8 @@ class TransformersRunner:
     """:class:`paceline.models.base.ModelRunner` over ``AutoModelForCausalLM``.
 
     A token's logits depend, by rounding, on how many tokens are computed beside it:
-    ``batch_invariant`` is False.
+    ``batch_invariant`` is False. Forwards give states for draft heads where the model's layers and
+    its output layer are found and prove to be what they seem (:func:`has_states`).
 
     Args:
         path: a Hugging Face folder with config.json and weights; nothing is ever downloaded and
@@ -60,7 +65,7 @@ class TransformersRunner:
     """
 
     batch_invariant = False
-    provides = frozenset({Need.TREE_LOGITS})
+    packed_lm_head = None
     _auto_class = "AutoModelForCausalLM"
 
     def __init__(
@@ -93,11 +98,13 @@ class TransformersRunner:
         self.context_length = _context_length(config)
         self.kv_capacity = _kv_capacity(kv_tokens, self.context_length)
         self._used = 0
+        self.provides = frozenset({Need.TREE_LOGITS})
         self._calls = ModelCalls(self.model, self.dtype, self.device, self.vocab_size)
         if strategy is None:
             has_window = _has_window(config, self.context_length)
             strategy = find_strategy(self, self._calls, self.use, has_window=has_window)
         self.use(strategy)
+        self._find_output_layer(read_config(Path(path)))
 
     def use(self, strategy: Strategy) -> None:
         """Run trees in this way from now on; no sequence may be open."""
@@ -107,7 +114,18 @@ class TransformersRunner:
     def _make_trees(self, strategy: Strategy) -> Trees:
         return make_trees(self._calls, strategy)
 
-    # --- ModelRunner ---------------------------------------------------------------------------
+    def _find_output_layer(self, raw: dict[str, Any]) -> None:
+        """Find what draft heads need of the model, and try it."""
+        self._output_layer: OutputLayer | None = None
+        with suppress(LookupError, AttributeError, NotImplementedError):
+            layer = OutputLayer(self.model, raw, self.context_length)
+            self.provides |= {Need.HIDDEN_STATES, Need.LAYER_STATES}
+            if has_states(self, self._calls, layer):
+                self._output_layer = layer
+                return
+        self.provides = frozenset({Need.TREE_LOGITS})
+
+    # --- ModelRunner, and what heads read ------------------------------------------------------
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -162,8 +180,10 @@ class TransformersRunner:
             raise InvalidArgument(
                 "wants",
                 sorted(need.value for need in unknown),
-                "at most tree_logits on the general path; the fast path also has hidden states",
+                f"at most {', '.join(sorted(need.value for need in self.provides))}, which this "
+                "model gives on the general path",
             )
+        states = wants & {Need.HIDDEN_STATES, Need.LAYER_STATES}
         total = sum(len(segment.token_ids) for segment in segments)
         if total > self.num_free:
             raise ResourceExhausted(
@@ -174,14 +194,14 @@ class TransformersRunner:
             raise InvalidArgument("segments", "a sequence twice", "one segment for each sequence")
         checked = [self._checked(segment) for segment in segments]
         news = [
-            NewTokens(sequence, sequence.num_pending, segment.logits)
+            NewTokens(sequence, sequence.num_pending, segment.logits, bool(states))
             for segment, (sequence, _) in zip(segments, checked, strict=True)
         ]
         with torch.inference_mode():
             try:
                 for segment, (sequence, parents) in zip(segments, checked, strict=True):
                     self._append(sequence, segment, parents)
-                rows = self._trees.run(news)
+                rows, extras = self._run(news, states)
             except BaseException:
                 for new in news:
                     self._undo(new)
@@ -190,9 +210,62 @@ class TransformersRunner:
         return ForwardResult(
             logits.to(self.device, torch.float32),
             tuple(itertools.accumulate(map(len, rows), initial=0)),
-            {},
+            extras,
             tuple(itertools.accumulate((len(s.token_ids) for s in segments), initial=0)),
         )
+
+    def _run(
+        self, news: Sequence[NewTokens], states: frozenset[Need]
+    ) -> tuple[list[torch.Tensor], dict[Need, torch.Tensor]]:
+        """The wanted logits of each sequence, and the states of all new tokens."""
+        calls = self._calls
+        if not states or calls.taps is None:
+            return self._trees.run(news), {}
+        calls.wants = states
+        # A prompt has states alone: logits of all its tokens would be the largest of its tensors.
+        calls.has_logits = any(new.wanted != "none" for new in news)
+        try:
+            rows = self._trees.run(news)
+        finally:
+            has_logits, calls.wants, calls.has_logits = calls.has_logits, frozenset(), True
+        size = self.vocab_size if has_logits else 0
+        extras = calls.taps.split(torch.cat(rows)[:, size:].to(self.dtype), states)
+        if not has_logits:
+            return [row.new_empty((0, self.vocab_size)) for row in rows], extras
+        return [
+            row[[node - new.first for node in new.logits_nodes], :size]
+            for new, row in zip(news, rows, strict=True)
+        ], extras
+
+    # --- what heads read -----------------------------------------------------------------------
+
+    @property
+    def config(self) -> LlamaConfig:
+        """Sizes of the model, and of the layers of a head that is trained for it."""
+        return self._output.config
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """Of every token.  # [vocab_size, hidden_size]"""
+        return self._output.embedding
+
+    @property
+    def lm_head(self) -> torch.Tensor:
+        """Weight of the output layer.  # [vocab_size, hidden_size]"""
+        return self._output.lm_head
+
+    def logits_of_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of states after the final norm.  # [n, hidden_size] -> [n, vocab_size]"""
+        return self._output.logits(hidden)
+
+    @property
+    def _output(self) -> OutputLayer:
+        if self._output_layer is None:
+            raise InvalidArgument(
+                "target", self.model.config.model_type,
+                "a model whose hidden states draft heads can read; this one's are not found",
+            )  # fmt: skip
+        return self._output_layer
 
     def commit(self, sequence: KVSequence, pending: Sequence[int]) -> None:
         """Make a path of pending entries part of the prefix and free the other pending ones."""

@@ -10,6 +10,7 @@ import torch
 from paceline.errors import InvalidArgument
 from paceline.models.base import ModelRunner, Segment
 from paceline.models.transformers_packed import IMPLEMENTATION, register
+from paceline.models.transformers_taps import OutputLayer
 from paceline.models.transformers_trees import (
     STRATEGIES,
     ModelCalls,
@@ -18,7 +19,7 @@ from paceline.models.transformers_trees import (
     Strategy,
     Trees,
 )
-from paceline.types import IntArray
+from paceline.types import IntArray, Need
 
 # Logits of one token computed in two ways may differ by rounding; a wrong mask or position changes
 # them altogether. Root mean square of the difference over that of the (centred) logits.
@@ -97,6 +98,36 @@ def find_strategy(
         if bool(errors(logits).max() <= tolerance):
             return strategy
     return "recompute"
+
+
+def has_states(runner: ModelRunner, calls: ModelCalls, layer: OutputLayer) -> bool:
+    """Whether the states that a model gives are what draft heads take them for.
+
+    Those after the final norm must give its logits through its output layer, and every layer must
+    give one state for each token.
+
+    Args:
+        layer: of the model.
+    """
+    if calls.taps is None:
+        return False
+    needs = frozenset({Need.HIDDEN_STATES, Need.LAYER_STATES})
+    ids = np.random.default_rng(1).integers(0, runner.vocab_size, 5).astype(np.int64)
+    sequence = runner.new_sequence()
+    try:
+        result = runner.forward([Segment(sequence, ids)], needs)
+    # As in `find_strategy`: each model fails in its own way, and such a one has no states.
+    except Exception:
+        return False
+    finally:
+        runner.free(sequence)
+    states = result.extras[Need.LAYER_STATES]
+    if tuple(states.shape) != (len(ids), calls.taps.num_layers, calls.taps.hidden_size):
+        return False
+    own = layer.logits(result.extras[Need.HIDDEN_STATES])
+    spread = (result.logits - result.logits.mean(-1, keepdim=True)).square().mean().sqrt()
+    error = (own - result.logits).square().mean().sqrt() / spread
+    return bool(error <= _TOLERANCE[calls.dtype])
 
 
 def _check_logits(runner: ModelRunner, tokens: IntArray, length: int) -> torch.Tensor:

@@ -102,11 +102,17 @@ class TransformersSequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewTokens:
-    """The pending tokens of a sequence from ``first`` on, and which of their logits to return."""
+    """The pending tokens of a sequence from ``first`` on, and what to return of them.
+
+    Attributes:
+        wanted: which of them have logits.
+        has_states: all of them have a row in what is returned, with their states.
+    """
 
     sequence: TransformersSequence
     first: int
     wanted: Wanted
+    has_states: bool = False
 
     @property
     def count(self) -> int:
@@ -118,6 +124,11 @@ class NewTokens:
 
     @property
     def wanted_nodes(self) -> range:
+        """Those that have a row."""
+        return self.nodes if self.has_states else self.logits_nodes
+
+    @property
+    def logits_nodes(self) -> range:
         """Those whose logits are wanted."""
         return {"all": self.nodes, "last": self.nodes[-1:], "none": self.nodes[:0]}[self.wanted]
 

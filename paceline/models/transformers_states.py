@@ -92,7 +92,7 @@ class StateTrees:
         self._whole, self._together = strategy != "steps", strategy != "chains"
 
     def run(self, news: Sequence[NewTokens]) -> list[torch.Tensor]:
-        """The wanted logits of each.  # [num_wanted, vocab_size] each"""
+        """The wanted rows of each.  # [num_wanted, row_size] each"""
         found: list[dict[int, torch.Tensor]] = [{} for _ in news]
         self._catch_up([new.sequence for new in news if new.count])
         long = [_is_prompt(new) for new in news]
@@ -106,7 +106,7 @@ class StateTrees:
             self._run_paths(drafts)
         else:
             self._run_levels(drafts)
-        none = torch.empty((0, self._calls.vocab_size), device=self._calls.device)
+        none = torch.empty((0, self._calls.row_size), device=self._calls.device)
         return [
             torch.stack([rows[node] for node in new.wanted_nodes]) if new.wanted_nodes else none
             for new, rows in zip(news, found, strict=True)
@@ -142,10 +142,9 @@ class StateTrees:
             nodes = _from_a_state(new.sequence, path, len(path) - new.count)
             pieces.append(self._piece(new.sequence, nodes, new))
         for (new, rows, _), (logits, state) in zip(prompts, self._advance(pieces), strict=True):
-            last = new.nodes[-1]
-            new.sequence.node_states[last] = state
-            if new.wanted_nodes:
-                rows[last] = logits[-1]
+            new.sequence.node_states[new.nodes[-1]] = state
+            wanted = new.wanted_nodes
+            rows.update(zip(wanted, logits[len(logits) - len(wanted) :], strict=True))
 
     def _run_paths(self, drafts: Sequence[tuple[NewTokens, dict[int, torch.Tensor]]]) -> None:
         """All paths of drafts, in one forward (and one for those of new sequences)."""
@@ -213,7 +212,7 @@ class StateTrees:
     def _advance(self, pieces: Sequence[_Piece]) -> list[tuple[torch.Tensor, Any]]:
         """Each piece's last logits, as many as it wants (or one), and the state behind it.
 
-        # [max(keep, 1), vocab_size] each
+        # [max(keep, 1), row_size] each
         """
         results: dict[int, tuple[torch.Tensor, Any]] = {}
         groups: dict[tuple[bool, int | None], list[int]] = {}
@@ -242,7 +241,7 @@ class StateTrees:
     def _forward(self, pieces: Sequence[_Piece]) -> list[tuple[torch.Tensor, Any]]:
         """Pieces that all have a state before them or all have none, in one forward if possible.
 
-        # [max(keep, 1), vocab_size] each
+        # [max(keep, 1), row_size] each
         """
         if self._together:
             return self._forward_rows(pieces) if pieces else []
@@ -253,7 +252,7 @@ class StateTrees:
 
         Shorter ones are filled up at the end, so they have no state behind them.
 
-        # [max(keep, 1), vocab_size] each
+        # [max(keep, 1), row_size] each
         """
         calls, counts = self._calls, [len(piece.token_ids) for piece in pieces]
         width = max(counts)

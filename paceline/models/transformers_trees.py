@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -31,8 +32,9 @@ import torch
 from paceline.models.transformers_loading import quiet
 from paceline.models.transformers_packed import AttentionBatch
 from paceline.models.transformers_sequence import NewTokens, TransformersSequence, cache_layers
+from paceline.models.transformers_taps import StateTaps
 from paceline.tree import ancestor_mask, depths, is_chain, leaves, path_to
-from paceline.types import IndexArray
+from paceline.types import IndexArray, Need
 
 Strategy = Literal["packed", "tree", "paths", "chunks", "chains", "steps", "recompute"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -49,6 +51,10 @@ class ModelCalls:
         takes_positions: the model can be told where tokens are.
         takes_cache: it has KV entries.
         attention: the implementation of transformers that it attends with.
+        taps: where its states are; None: it keeps them to itself.
+        wants: states that rows have behind their logits.
+        has_logits: whether rows with states have logits, too.
+        row_size: numbers in a row.
     """
 
     def __init__(
@@ -60,6 +66,12 @@ class ModelCalls:
         self.takes_cache = "past_key_values" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         self.attention = self._attends_by = str(model.config._attn_implementation)
+        self.taps: StateTaps | None = None
+        with suppress(LookupError, AttributeError):
+            if not model.config.is_encoder_decoder:
+                self.taps = StateTaps(model)
+        self.wants: frozenset[Need] = frozenset()
+        self.has_logits = True
 
     def attend(self, implementation: str) -> None:
         """Choose how the model attends, where it leaves that open."""
@@ -67,6 +79,11 @@ class ModelCalls:
             with quiet():
                 self.model.set_attn_implementation(implementation)
             self._attends_by = implementation
+
+    @property
+    def row_size(self) -> int:
+        logits = self.vocab_size if self.has_logits else 0
+        return logits + (self.taps.width(self.wants) if self.taps and self.wants else 0)
 
     def __call__(
         self, ids: torch.Tensor, keep: int | torch.Tensor, **options: Any
@@ -77,24 +94,46 @@ class ModelCalls:
             ids: # [num_rows, num_tokens] int64
             keep: how many of each row's last tokens have logits, or the indices of those that do.
 
-        # [num_rows, num_kept, vocab_size]
+        # [num_rows, num_kept, row_size]
         """
+        if self.wants and self.taps is not None:
+            return self._with_states(self.taps, ids, keep, options)
         if self._takes_logits_to_keep:
             options["logits_to_keep"] = keep
         outputs = self.model(input_ids=ids.to(self.device), **options)
         logits: torch.Tensor = outputs.logits
-        if not self._takes_logits_to_keep:
-            logits = logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
-        return logits, outputs
+        return (logits if self._takes_logits_to_keep else _kept(logits, keep)), outputs
+
+    def _with_states(
+        self,
+        taps: StateTaps,
+        ids: torch.Tensor,
+        keep: int | torch.Tensor,
+        options: dict[str, Any],
+    ) -> tuple[torch.Tensor, Any]:
+        if self._takes_logits_to_keep:
+            options["logits_to_keep"] = keep if self.has_logits else 1
+        with taps.taken(self.wants) as states:
+            outputs = self.model(input_ids=ids.to(self.device), **options)
+        columns = [_kept(each, keep) for each in states]
+        if self.has_logits:
+            logits = outputs.logits
+            columns.insert(0, logits if self._takes_logits_to_keep else _kept(logits, keep))
+        return torch.cat(columns, -1), outputs
+
+
+def _kept(rows: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
+    """# [num_rows, num_tokens, any] -> [num_rows, num_kept, any]"""
+    return rows[:, -keep:] if isinstance(keep, int) else rows[:, keep]
 
 
 class Trees(Protocol):
     """Runs the trees of sequences by one of the strategies."""
 
     def run(self, news: Sequence[NewTokens]) -> list[torch.Tensor]:
-        """The wanted logits of each. If this fails, some tokens may be cached already.
+        """The wanted rows of each. If this fails, some tokens may be cached already.
 
-        # [num_wanted, vocab_size] each
+        # [num_wanted, row_size] each, as :class:`ModelCalls` has them
         """
         ...
 
@@ -111,8 +150,8 @@ class PackedTrees:
         self._rope = _RopeRegimes(calls.model.config.get_text_config())
 
     def run(self, news: Sequence[NewTokens]) -> list[torch.Tensor]:
-        """The wanted logits of each, from one forward.  # [num_wanted, vocab_size] each"""
-        results = [torch.empty((0, self._calls.vocab_size), device=self._calls.device)] * len(news)
+        """The wanted rows of each, from one forward.  # [num_wanted, row_size] each"""
+        results = [torch.empty((0, self._calls.row_size), device=self._calls.device)] * len(news)
         groups: dict[Hashable, list[int]] = {}
         for number, new in enumerate(news):
             if new.count:
@@ -183,18 +222,18 @@ class SingleTrees:
         self._calls, self._strategy = calls, strategy
 
     def run(self, news: Sequence[NewTokens]) -> list[torch.Tensor]:
-        """The wanted logits of each.  # [num_wanted, vocab_size] each"""
+        """The wanted rows of each.  # [num_wanted, row_size] each"""
         return [self._run(new) for new in news]
 
     def _run(self, new: NewTokens) -> torch.Tensor:
         sequence, first, tree = new.sequence, new.first, new.sequence.tree
-        none = torch.empty((0, self._calls.vocab_size), device=self._calls.device)
+        none = torch.empty((0, self._calls.row_size), device=self._calls.device)
         if not new.count:
             return none
         if self._strategy == "recompute":
-            return self._run_from_scratch(new, tree) if new.wanted != "none" else none
+            return self._run_from_scratch(new, tree) if new.wanted_nodes else none
         if is_chain(tree) and sequence.cached_pending == list(range(first)):
-            keep = new.count if new.wanted == "all" else 1
+            keep = max(1, len(new.wanted_nodes))
             logits = self._run_cached(sequence, list(new.nodes), keep)
         elif self._strategy == "tree":
             logits = self._run_tree(sequence, tree, first)
@@ -275,13 +314,13 @@ class SingleTrees:
         sequence.cached_pending = path[:shared]
         rest = path[shared:]
         if not rest:
-            return torch.empty((0, self._calls.vocab_size), device=self._calls.device)
+            return torch.empty((0, self._calls.row_size), device=self._calls.device)
         return self._run_cached(sequence, rest, len(rest))
 
     def _run_from_scratch(self, new: NewTokens, tree: IndexArray) -> torch.Tensor:
         """The wanted logits without a cache.  # [num_wanted, vocab_size]"""
         rows: dict[int, torch.Tensor] = {}
-        for leaf in [len(tree) - 1] if new.wanted == "last" else leaves(tree):
+        for leaf in [len(tree) - 1] if len(new.wanted_nodes) == 1 else leaves(tree):
             path = path_to(tree, leaf)
             fresh = [node for node in path if node >= new.first and node not in rows]
             if not fresh:

@@ -19,10 +19,13 @@ from torch import Tensor, nn
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument
+from paceline.models.architectures import MODEL_TYPES
 from paceline.models.base import Segment
 from paceline.models.heads import HEADS, load_any_head
 from paceline.models.heads.base import Head, HeadBatch, HeadTarget
+from paceline.models.layouts import read_config
 from paceline.models.llama import LlamaRunner
+from paceline.models.transformers import TransformersRunner
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.train.data import TrainingText
@@ -36,6 +39,17 @@ _ROWS = 4  # that the target reads at once
 _TEMPERATURES = (0.0, 1.0)  # of the rows that the target writes, in turn
 
 
+def _target(
+    folder: Path, device: str, kv_tokens: int
+) -> tuple[HeadTarget, LlamaRunner | TransformersRunner]:
+    """A target's parts for training in float32, and the target itself."""
+    if read_config(folder).get("model_type") in MODEL_TYPES:
+        parts = HeadTarget.from_folder(folder, device=device)
+        return parts, LlamaRunner(folder, device=device, kv_tokens=kv_tokens)
+    runner = TransformersRunner(folder, device=device, kv_tokens=kv_tokens)
+    return HeadTarget.of_runner(folder, runner), runner
+
+
 class DraftHeadTask:
     """Trains a head of any kind; the target stays unchanged.
 
@@ -45,7 +59,7 @@ class DraftHeadTask:
     drafted tokens in it.
 
     Args:
-        target: folder of a Llama-type model.
+        target: folder of a model; on the general path it must give its states.
         kind: one of :data:`paceline.models.heads.HEADS`.
         options: the head's options by name; missing ones have the kind's defaults.
         data_source: ``corpus`` trains on the text as it is. With ``target`` the target continues
@@ -80,7 +94,8 @@ class DraftHeadTask:
             raise InvalidArgument("kind", kind, f"one of {', '.join(HEADS)}")
         if data_source not in DATA_SOURCES:
             raise InvalidArgument("data_source", data_source, f"one of {', '.join(DATA_SOURCES)}")
-        parts = HeadTarget.from_folder(target, device=device)
+        # A row that the target writes also needs room for its draft.
+        parts, self._runner = _target(target, device, 2 * _ROWS * (text.length + 8))
         context = parts.config.context_length
         if text.length >= context:
             raise InvalidArgument("length", text.length, f"below the target's context, {context}")
@@ -93,8 +108,6 @@ class DraftHeadTask:
         self.head.bind(target)
         self._int8 = int8
         self.name, self.model = kind, typing.cast(nn.Module, self.head)
-        # A row that the target writes also needs room for its draft.
-        self._runner = LlamaRunner(target, device=device, kv_tokens=2 * _ROWS * (text.length + 8))
         self._text, self._seed, self._device = text, seed, device
         self._writes = data_source == "target"
         self._written: dict[int, Tensor] = {}

@@ -113,6 +113,13 @@ def test_a_folder_that_is_none(cli: Cli, tmp_path: Path) -> None:
     assert_refused(cli("models", "--folder", tmp_path / "none"), "does not exist")
 
 
+def test_a_model_in_the_place_of_a_command_is_a_wrong_command(cli: Cli, tmp_path: Path) -> None:
+    result = cli("models", tmp_path)
+    assert result.exit_code == 2
+    assert "No such command" in result.output
+    assert "bug" not in result.output
+
+
 # --- get ------------------------------------------------------------------------------------------
 
 

@@ -50,6 +50,11 @@ def folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def tiny_general(tiny_folder: Path) -> TransformersRunner:
+    return TransformersRunner(tiny_folder, device="cpu")
+
+
+@pytest.fixture(scope="module")
 def texts(tiny: LlamaRunner) -> HeadBatch:
     """Two texts and what the small random model computes for them."""
     ids = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(3))
@@ -265,15 +270,33 @@ def test_medusa_accepts_typically(folder: Path, tiny_folder: Path) -> None:
         assert {float(e.num_accepted) for e in whole} == {expected}
 
 
-def test_heads_are_refused_on_the_general_path(folder: Path, tiny_folder: Path, zoo: Path) -> None:
-    gpt2 = TransformersRunner(make_model("gpt2", zoo))
-    for runner, where in ((gpt2, "gpt2"), (TransformersRunner(tiny_folder), "llama")):
-        heads = HeadLibrary(folder, tiny_folder, runner)
-        engine = WatchedEngine(ModelTarget(runner), heads=heads)
-        for method in METHOD_NAMES:
-            with pytest.raises(InvalidArgument, match="fast path") as caught:
-                engine.submit(Request(PROMPTS[0], speculation=SpeculationConfig(method=method)))
-            assert caught.value.field == "method", where
+@pytest.mark.parametrize("method", [m for m in METHOD_NAMES if m != "longspec"])
+def test_a_head_drafts_for_its_target_on_the_general_path(
+    method: str, folder: Path, tiny_folder: Path, tiny_general: TransformersRunner
+) -> None:
+    """The same weights in transformers: no token changes, and drafts are those of the fast path."""
+    heads = HeadLibrary(folder, tiny_folder, tiny_general)
+    general = WatchedEngine(ModelTarget(tiny_general), heads=heads)
+    fast = heads_engine(folder, tiny_folder)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    config = SpeculationConfig(method=method, length="fixed", num_speculative_tokens=3)
+    ar = general.generate(PROMPTS, params, SpeculationConfig(method="ar"))
+    drafted, same = (engine.generate(PROMPTS, params, config) for engine in (general, fast))
+    assert [each.output_ids for each in drafted] == [each.output_ids for each in ar]
+    assert [each.output_ids for each in same] == [each.output_ids for each in ar]
+    accepted = [[each.stats.num_accepted for each in one] for one in (drafted, same)]
+    assert accepted[0] == accepted[1]
+
+
+def test_a_head_that_reads_kv_entries_needs_the_fast_path(
+    folder: Path, tiny_folder: Path, tiny_general: TransformersRunner
+) -> None:
+    heads = HeadLibrary(folder, tiny_folder, tiny_general)
+    engine = WatchedEngine(ModelTarget(tiny_general), heads=heads)
+    for method, lacking in (("longspec", "kv_entries"), ("ppd", "shared_model")):
+        with pytest.raises(InvalidArgument, match=lacking) as caught:
+            engine.submit(Request(PROMPTS[0], speculation=SpeculationConfig(method=method)))
+        assert caught.value.field == "method"
 
 
 @pytest.mark.parametrize("kind", HEADS)

@@ -39,6 +39,7 @@ from paceline.models.heads.published import (
 )
 from paceline.models.layouts import read_config
 from paceline.models.llama import LlamaRunner
+from paceline.models.transformers import TransformersRunner
 
 HEADS: Mapping[str, type[Head]] = {
     head.kind: head
@@ -153,10 +154,8 @@ class HeadLibrary:
                 "method", kind, f"a method whose head is in {self.folder}: `paceline train {kind}` "
                 "makes one",
             )  # fmt: skip
-        if not isinstance(self._runner, LlamaRunner):
-            raise InvalidArgument(
-                "method", kind, "a method without a head: heads need the fast path"
-            )
+        if not isinstance(self._runner, (LlamaRunner, TransformersRunner)):
+            raise InvalidArgument("method", kind, "a method without a head: this target gives none")
         target = HeadTarget.of_runner(self._target, self._runner)
         if self._own(kind):
             return load_head(HEADS[kind], self.folder / kind, target)

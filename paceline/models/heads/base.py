@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from paceline import gguf_folder
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.models.heads.storage import pack, unpack
-from paceline.models.layouts import read_config, stored_tensors
+from paceline.models.layouts import INDEX, read_config, stored_tensors
 from paceline.models.llama import LlamaRunner
 from paceline.models.llama_config import LlamaConfig
 from paceline.models.llama_tensors import load_weights, read_floats
 from paceline.models.packing import Weight
 from paceline.models.torch_ops import finished
+from paceline.models.transformers import TransformersRunner
 from paceline.sampling import argmax_rows
 from paceline.types import FloatArray, IntArray, Need
 
@@ -96,7 +97,7 @@ class HeadTarget:
         return HeadTarget(target_identity(folder), config, embedding, lm_head, folder=folder)
 
     @staticmethod
-    def of_runner(folder: Path, runner: LlamaRunner) -> HeadTarget:
+    def of_runner(folder: Path, runner: LlamaRunner | TransformersRunner) -> HeadTarget:
         """The parts of a loaded target."""
         return HeadTarget(
             target_identity(folder), runner.config, runner.embedding, runner.lm_head,
@@ -120,24 +121,30 @@ class HeadTarget:
         return every
 
 
+def _telling_vectors(folder: Path) -> list[Tensor]:
+    """Vectors of a checkpoint that any training changes: the final norm, or all that it has."""
+    name = "model.norm.weight"
+    if gguf_folder.is_folder(folder):
+        return [read_floats(gguf_folder.tensors(folder)[name])]
+    if not (folder / INDEX).is_file() and not (folder / "model.safetensors").is_file():
+        return []  # a checkpoint of pickles
+    stored = stored_tensors(folder)
+    vectors = [each for each in sorted(stored) if len(stored[each].shape) == 1]
+    return [stored[each].read() for each in ([name] if name in stored else vectors)]
+
+
 def target_identity(folder: Path) -> str:
     """A name for the weights and the tokenizer in a model folder.  # 16 hex digits
 
-    It is made from the final norm, which any training changes, the sizes and the tokenizer.
+    It is made from the final norm, which any training changes, the sizes and the tokenizer; of a
+    checkpoint with other names, from all vectors among its tensors.
     """
     digest = hashlib.sha256()
     config = read_config(folder)
     for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
         digest.update(f"{key}={config.get(key)};".encode())
-    name = "model.norm.weight"
-    norm: Tensor | None
-    if gguf_folder.is_folder(folder):
-        norm = read_floats(gguf_folder.tensors(folder)[name])
-    else:
-        stored = stored_tensors(folder).get(name)
-        norm = None if stored is None else stored.read()
-    if norm is not None:
-        digest.update(norm.float().numpy().tobytes())
+    for vector in _telling_vectors(folder):
+        digest.update(vector.float().numpy().tobytes())
     tokenizer = folder / "tokenizer.json"
     if tokenizer.is_file():
         vocabulary = json.loads(tokenizer.read_text()).get("model", {}).get("vocab", {})

@@ -1319,6 +1319,14 @@ VLLM_METHODS: Mapping[str, Method] = {
             "An EAGLE-3 checkpoint of vLLM's kind (`model.heads`).",
         ),
         _vllm(
+            "dflash", "Chen et al.: DFlash, 2026, arXiv 2602.06036",
+            "A DFlash checkpoint, also one that `paceline export` wrote (`model.heads`).",
+        ),
+        _vllm(
+            "dspark", "Cheng et al.: DSpark, 2026, arXiv 2607.05147",
+            "A DSpark checkpoint, also one that `paceline export` wrote (`model.heads`).",
+        ),
+        _vllm(
             "mtp", "Gloeckle et al.: Better & Faster Large Language Models via Multi-token "
             "Prediction, 2024, arXiv 2404.19737",
             "The target's own multi-token prediction layers.",

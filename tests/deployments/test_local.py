@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from paceline.cluster import local, serving
+from paceline.cluster.local_ray import LocalFiles
 from paceline.deployments.config import CONFIGS_DIR
 from paceline.errors import InvalidArgument
 from paceline.numerics import Fingerprint
@@ -42,8 +43,16 @@ def _python(code: str) -> Any:
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=240
     )
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0, f"code {result.returncode}: {result.stderr}{_driver_log()}"
     return json.loads(result.stdout.splitlines()[-1])
+
+
+def _driver_log() -> str:
+    """The end of the newest log of a process that has joined Ray, which may end it silently."""
+    folder = LocalFiles(local.state_folder()).read().get("temp_dir", "none")
+    logs = Path(folder).glob("session_latest/logs/python-core-driver-*.log")
+    newest = max(logs, key=lambda log: log.stat().st_mtime, default=None)
+    return "" if newest is None else f"\n{newest.name}:\n{newest.read_text()[-3000:]}"
 
 
 def _config(tmp_path: Path, port: int) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,38 @@ from paceline.models.layouts import (
     stored_dtypes,
     stored_tensors,
 )
+
+
+def load_parts(kind: Any, config: Any, tensors: Mapping[str, torch.Tensor], named: str) -> Any:
+    """A model of a class of ``transformers`` with these weights, and without embeddings.
+
+    Args:
+        kind: a class for causal language models.
+        config: with a vocabulary of one token.
+        tensors: of its base model.
+        named: what errors call it.
+
+    Raises:
+        InvalidArgument: tensors are missing, left over, or of other shapes.
+    """
+    size, dtype = config.hidden_size, next(iter(tensors.values())).dtype
+    inside = {f"{kind.base_model_prefix}.{name}": value for name, value in tensors.items()}
+    table = torch.zeros((1, size), dtype=dtype)
+    inside |= {f"{kind.base_model_prefix}.embed_tokens.weight": table, "lm_head.weight": table}
+    with quiet():
+        model, info = kind.from_pretrained(
+            None, config=config, state_dict=inside, dtype=dtype, output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    for what, names in (
+        ("without", info["missing_keys"]),
+        ("with unknown", info["unexpected_keys"]),
+        ("with other shapes of", {name for name, *_ in info["mismatched_keys"]}),
+    ):
+        if names:
+            found = f"{named}, {what} {listed(names)}"
+            raise InvalidArgument("head", found, f"a layer of a {config.model_type} model")
+    return model.eval()
 
 
 def load_causal_lm(

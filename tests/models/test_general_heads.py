@@ -132,6 +132,16 @@ def test_logits_do_not_depend_on_whether_states_are_wanted(kind: str, zoo: Path)
         torch.testing.assert_close(logits, results[0], rtol=1e-4, atol=1e-4)
 
 
+def test_a_prompt_that_a_head_reads_takes_no_logits(zoo: Path) -> None:
+    runner = TransformersRunner(make_model("gpt2", zoo), device="cpu")
+    rows: list[int] = []
+    layer = runner.model.get_output_embeddings()
+    layer.register_forward_hook(lambda _module, inputs, _output: rows.append(inputs[0].shape[1]))
+    sequence = runner.new_sequence()
+    runner.forward([Segment(sequence, np.arange(30), logits="none")], STATES)
+    assert rows == [1]
+
+
 @pytest.mark.parametrize("method", ["medusa", "hydra_pp", "eagle2", "eagle3", "dspark", "dflash"])
 @pytest.mark.parametrize("kind", ["gpt2", "gptj", "mamba2", "qwen3_next", "jamba"])
 def test_heads_change_no_token(kind: str, method: str, zoo: Path, tmp_path: Path) -> None:

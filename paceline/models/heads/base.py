@@ -50,6 +50,7 @@ class HeadTarget:
         packed_lm_head: ``lm_head`` in the layout of these kernels.
         kv_tokens: maximum number of tokens of all the target's sessions together.
         folder: folder of its weights.
+        model: of ``transformers``, of a target on the general path.
     """
 
     identity: str
@@ -60,6 +61,7 @@ class HeadTarget:
     packed_lm_head: Weight | None = None
     kv_tokens: int | None = None
     folder: Path | None = None
+    model: Any = None
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings of tokens.  # [...] -> [..., hidden_size]"""
@@ -102,6 +104,7 @@ class HeadTarget:
         return HeadTarget(
             target_identity(folder), runner.config, runner.embedding, runner.lm_head,
             runner.logits_of_hidden, runner.packed_lm_head, runner.kv_capacity, folder,
+            runner.model if isinstance(runner, TransformersRunner) else None,
         )  # fmt: skip
 
     def among_all(self, some: Tensor, vocabulary: Tensor | None) -> Tensor:

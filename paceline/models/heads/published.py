@@ -28,6 +28,7 @@ from paceline.models.heads.block_checkpoints import block_kind, read_block_head
 from paceline.models.heads.filling import draft_vocabulary, fill, layers_config
 from paceline.models.heads.hydra import Hydra, HydraOptions
 from paceline.models.heads.medusa import Medusa, MedusaOptions
+from paceline.models.heads.model_mtp import DEEPSEEK, QWEN, ModelMtp
 from paceline.models.heads.mtp import Mtp, MtpOptions, mtp_layout, own_name
 from paceline.models.heads.peagle import PEagle, PEagleOptions
 from paceline.models.heads.published_eagle import Layout, PublishedEagle, PublishedEagle3
@@ -82,9 +83,12 @@ class Published:
 
 def mtp_layer_in(target: Path) -> Published | None:
     """The MTP layer in a target's own checkpoint; None if it has none."""
-    if f"{MTP_PREFIX}fc.weight" not in _names(target):
-        return None
-    return Published(target, "mtp", read_config(target), MTP_PREFIX)
+    names = _names(target)
+    if f"{MTP_PREFIX}{QWEN.fc}" in names:
+        return Published(target, "mtp", read_config(target), MTP_PREFIX)
+    config = read_config(target)
+    behind = f"model.layers.{config.get('num_hidden_layers')}."
+    return Published(target, "mtp", config, behind) if f"{behind}{DEEPSEEK.fc}" in names else None
 
 
 def find_published(folder: Path) -> Published | None:
@@ -275,6 +279,11 @@ def _peagle(found: Published, target: HeadTarget) -> Head:
 
 def _mtp(found: Published, target: HeadTarget) -> Head:
     kind = _layers_config(found.config).get("model_type")
+    if target.model is not None and found.prefix:
+        dtype = target.embedding.dtype
+        tensors = {name: value.to(dtype) for name, value in found.tensors().items()}
+        names = QWEN if found.prefix == MTP_PREFIX else DEEPSEEK
+        return ModelMtp(target, tensors, names, found.named)
     if kind not in PLAIN_MODEL_TYPES:
         raise found.refuse(
             f"an MTP layer of model_type {kind}", f"one of {', '.join(PLAIN_MODEL_TYPES)}"

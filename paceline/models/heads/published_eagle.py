@@ -174,6 +174,15 @@ class PublishedState:
         self.features: dict[int, Tensor] = {}
         self.paths: dict[int, list[int]] = {-1: []}
 
+    @property
+    def num_places(self) -> int:
+        """Places that have entries."""
+        return len(self.entries[0][0])
+
+    def cut(self, count: int) -> None:
+        """Drop the entries of all places but the first ones."""
+        self.entries = [(k[:count], v[:count]) for k, v in self.entries]
+
 
 class PublishedEagle(Head):
     """EAGLE and EAGLE-2: their drafters are the same, only the tree differs."""
@@ -278,7 +287,7 @@ class PublishedEagle(Head):
         last = []
         for state, rows, tokens in zip(states, features, token_ids, strict=True):
             first, count = state.committed, len(rows)
-            state.entries = [(k[:first], v[:first]) for k, v in state.entries]
+            state.cut(first)
             mask = torch.ones(count, first + count, dtype=torch.bool, device=rows.device)
             places = range(first, first + count)
             x = self._run(state, tokens, self.read(rows), places, mask.tril(first))[-1]
@@ -300,7 +309,7 @@ class PublishedEagle(Head):
         return self.logits(torch.cat(drafted))
 
     def _grown(self, state: PublishedState, frontier: Frontier) -> Tensor:
-        before = len(state.entries[0][0])
+        before = state.num_places
         rows = torch.stack([state.features[parent] for _, _, parent in frontier])
         mask = torch.zeros(
             len(frontier), before + len(frontier), dtype=torch.bool, device=rows.device

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from paceline.drafters.predicted_outputs import Follower
 from paceline.lengths.auto import Auto
-from paceline.rpc.drafter_pool import DrafterPool
 from paceline.rpc.errors import InternalError
 from paceline.rpc.gen.paceline.v1 import generate_pb2
 from paceline.rpc.messages import statistics_to_message
-from paceline.rpc.remote_drafter import RemoteDrafter
 from paceline.sampling import TokenLogprobs
 from paceline.session import Session
 
@@ -23,6 +21,15 @@ if TYPE_CHECKING:
     from paceline.engine.scores import ScoredTree
 
 _LOGPROBS_A_REPLY = 512
+
+
+@runtime_checkable
+class _Located(Protocol):
+    """A drafter in another process."""
+
+    def location(self, session_id: str) -> tuple[str, int]:
+        """Address and process of a session's drafter."""
+        ...
 
 
 class ReplyWriter:
@@ -126,7 +133,7 @@ class ReplyWriter:
         reply.target_pid = os.getpid()
         if drafter_name != "none":
             drafter = self._thread.engine.drafters[drafter_name]
-            if isinstance(drafter, (DrafterPool, RemoteDrafter)):
+            if isinstance(drafter, _Located):
                 reply.drafter_address, reply.drafter_pid = drafter.location(session.session_id)
             else:
                 reply.drafter_pid = os.getpid()

@@ -62,10 +62,13 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Worker:
-    """vLLM's worker, in which the drafters run; services read its process id."""
+    """vLLM's worker, in which the drafters run."""
 
     pid: int = 0
-    address: str = ""
+
+    def location(self, session_id: str) -> tuple[str, int]:
+        """As of a drafter in another process."""
+        return "", self.pid
 
 
 class VllmEngine:

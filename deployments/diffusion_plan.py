@@ -60,7 +60,8 @@ def schedule_of(config: Knobs, own: Knobs | None = None) -> Schedule:
     """
     from paceline.diffusion.schedules import make_schedule, read_knobs
 
-    knobs = read_knobs(config[SCHEDULE_KNOBS] or (), SCHEDULE_KNOBS.name)
+    settings = config[SCHEDULE_KNOBS]
+    knobs = read_knobs(settings or (), SCHEDULE_KNOBS.name)
     try:
         schedule = make_schedule(config.method, **knobs)
     except InvalidArgument as error:

@@ -56,9 +56,10 @@ def schedule_of(config: Knobs, own: Knobs | None = None) -> Schedule:
             no others: they are the server's. None: any file.
 
     Raises:
-        InvalidArgument: a knob that the schedule does not have, or a wrong value; a file.
+        InvalidArgument: a knob that the schedule does not have, or a wrong value; a file; a cache
+            of sub-blocks for a schedule that reads more.
     """
-    from paceline.diffusion.schedules import make_schedule, read_knobs
+    from paceline.diffusion.schedules import check_sub_block_cache, make_schedule, read_knobs
 
     settings = config[SCHEDULE_KNOBS]
     knobs = read_knobs(settings or (), SCHEDULE_KNOBS.name)
@@ -67,6 +68,8 @@ def schedule_of(config: Knobs, own: Knobs | None = None) -> Schedule:
     except InvalidArgument as error:
         field = f"{SCHEDULE_KNOBS.name}.{error.field}"
         raise InvalidArgument(field, error.value, error.allowed) from None
+    if config[SUB_BLOCK_CACHE]:
+        check_sub_block_cache(schedule)
     if own is None:
         return schedule
     trusted = schedule_of(own)

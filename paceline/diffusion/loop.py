@@ -13,7 +13,13 @@ import torch
 from paceline.demo import DIFFUSION_DIR
 from paceline.diffusion.model import Blocks, MaskedModel
 from paceline.diffusion.runner import BlockRunner, Context
-from paceline.diffusion.schedules import FreeDave, Schedule, View, perturbed
+from paceline.diffusion.schedules import (
+    FreeDave,
+    Schedule,
+    View,
+    check_sub_block_cache,
+    perturbed,
+)
 from paceline.errors import InvalidArgument
 from paceline.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 
@@ -99,12 +105,8 @@ class Denoiser:
     def __post_init__(self) -> None:
         if self.temperature < 0:
             raise InvalidArgument("temperature", self.temperature, "at least 0")
-        if self.sub_block_cache and self.schedule.num_drafts:
-            allowed = f"false with schedule {self.schedule.name}, whose drafts need whole forwards"
-            raise InvalidArgument("sub_block_cache", True, allowed)
-        if self.sub_block_cache and self.schedule.remasks:
-            allowed = f"false with schedule {self.schedule.name}, which looks at all positions"
-            raise InvalidArgument("sub_block_cache", True, allowed)
+        if self.sub_block_cache:
+            check_sub_block_cache(self.schedule)
 
     def decode(self, prompt: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
         """Write up to ``max_tokens`` tokens behind a prompt; yields each finished block's.

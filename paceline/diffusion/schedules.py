@@ -469,6 +469,15 @@ def make_schedule(name: str, **knobs: Any) -> Schedule:
     return SCHEDULES[name](**values)
 
 
+def check_sub_block_cache(schedule: Schedule) -> None:
+    """Raise InvalidArgument if a schedule needs more rows than those of the sub-block in work."""
+    why = "whose drafts need whole forwards" if schedule.num_drafts else ""
+    why = "which looks at all positions" if schedule.remasks else why
+    if why:
+        allowed = f"false with schedule {schedule.name}, {why}"
+        raise InvalidArgument("sub_block_cache", True, allowed)
+
+
 def read_knobs(settings: Iterable[str], field: str) -> dict[str, str]:
     """Knobs for :func:`make_schedule` from texts KNOB=VALUE.
 

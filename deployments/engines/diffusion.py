@@ -22,7 +22,7 @@ import torch
 from paceline.constraints import ConstraintCompiler
 from paceline.counters import EngineCounters
 from paceline.deployments.diffusion_plan import denoise_plan, schedule_of, with_schedule
-from paceline.deployments.engines.tasks import Output, TaskEngine
+from paceline.deployments.engines.tasks import Committed, TaskEngine
 from paceline.diffusion.loop import Counts, Denoiser, DiffusionModel
 from paceline.drafters.denoising import SUB_BLOCK_CACHE
 from paceline.errors import InvalidArgument
@@ -166,7 +166,7 @@ class DiffusionEngine(TaskEngine):
                 allowed = "none" if usual in (None, (), {}, []) else repr(usual)
                 raise InvalidArgument(name, value, f"{allowed} with engine diffusion")
 
-    async def _outputs(self, session: Session, request: Request) -> AsyncGenerator[Output]:
+    async def _outputs(self, session: Session, request: Request) -> AsyncGenerator[Committed]:
         async with self._places:
             stats = session.stats
             stats.admitted_at, session.state = time.perf_counter(), SessionState.PREFILLING
@@ -187,7 +187,7 @@ class DiffusionEngine(TaskEngine):
                 if stats.first_token_at is None:
                     stats.first_token_at = time.perf_counter()
                 session.note_output()
-                yield Output(session.commit(tokens))
+                yield Committed(session.commit(tokens))
 
     async def _compute(self, steps: Iterator[list[int] | None]) -> tuple[list[int] | None, float]:
         """A turn of a session: what its loop yields, and the seconds that it took."""

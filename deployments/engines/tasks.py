@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class Committed:
     """Tokens that a session has committed together: a round of the engine.
 
     Attributes:
@@ -66,7 +66,7 @@ class TaskEngine(ABC):
         """
 
     @abstractmethod
-    def _outputs(self, session: Session, request: Request) -> AsyncGenerator[Output]:
+    def _outputs(self, session: Session, request: Request) -> AsyncGenerator[Committed]:
         """Generate, commit and count the tokens of a session, until it is finished."""
 
     # --- the engine thread's interface ------------------------------------------------------------

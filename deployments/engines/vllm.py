@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.config import SpeculationConfig
 from paceline.constraints import ConstraintCompiler
 from paceline.counters import EngineCounters
-from paceline.deployments.engines.tasks import Output, TaskEngine
+from paceline.deployments.engines.tasks import Committed, TaskEngine
 from paceline.deployments.engines.vllm_launch import engine_args
 from paceline.deployments.engines.vllm_methods import VllmMethods
 from paceline.deployments.engines.vllm_requests import (
@@ -142,7 +142,7 @@ class VllmEngine(TaskEngine):
             tokenizer=self.tokenizer, prediction=tuple(request.prediction),
         )  # fmt: skip
 
-    async def _outputs(self, session: Session, request: Request) -> AsyncGenerator[Output]:
+    async def _outputs(self, session: Session, request: Request) -> AsyncGenerator[Committed]:
         speculation = request.speculation or self._config.speculation
         params = vllm_params(session, speculation, self.eos_token_ids)
         async for output in self._llm.generate(vllm_prompt(session), params, session.session_id):
@@ -153,7 +153,7 @@ class VllmEngine(TaskEngine):
             if output.finished:
                 count_drafts(session, getattr(given, "spec_decode_metrics", None))
                 session.finish("length")  # unless a token has ended it
-            yield Output(tokens, max(0, len(tokens) - 1), logprobs_of(session, given, before))
+            yield Committed(tokens, max(0, len(tokens) - 1), logprobs_of(session, given, before))
 
     # --- load, counters, drafters, health ---------------------------------------------------------
 

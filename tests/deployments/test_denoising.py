@@ -465,10 +465,10 @@ def test_a_schedule_belongs_to_this_engine() -> None:
 
 
 @pytest.mark.parametrize("speculation", [{}, {"schedule_knobs": ["tokens_per_step=2"]}, None])
-def test_the_default_is_the_model_and_the_schedule_of_the_library(speculation: Any) -> None:
+def test_the_default_is_the_model_that_ships_and_the_static_schedule(speculation: Any) -> None:
     args = {key: value for key, value in ARGS.items() if key != "speculation"}
     config = parse_config(args if speculation is None else {**args, "speculation": speculation})
-    assert config.speculation.method == "freedave"
+    assert config.speculation.method == "static"
     assert config.target_folder == str(DIFFUSION_DIR)
     assert config.drafter_folder is None
     assert config.num_threads(num_cpus=8) == 1
@@ -756,27 +756,28 @@ def app(ray_cluster: None) -> Iterator[App]:
 @pytest.mark.timeout(300)
 def test_the_shipped_file_serves_the_librarys_text(app: App) -> None:
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=5)
-    tokens, text, denoiser = library(CODE, params, "freedave")
+    tokens, text, static = library(CODE, params)
+    _, _, freedave = library(CODE, params, "freedave")
     with Client(app.address, timeout=60) as client:
-        assert client.get_model().default_method == "freedave"
+        assert client.get_model().default_method == "static"
         stream = list(client.generate(CODE, params))
-        answers = [client.complete(CODE, params, SpeculationConfig(method="static"))]
+        quick = client.complete(CODE, params, SpeculationConfig(method="freedave"))
         with pytest.raises(InvalidArgument, match="logprobs"):
             client.complete(CODE, SamplingParams(logprobs=1))
     assert without_end([t for part in stream for t in part.token_ids]) == tokens
-    assert len([part for part in stream if part.token_ids]) == denoiser.counts.blocks == 2
-    assert [without_end(answer.token_ids) for answer in answers] == [tokens]
-    last = stream[-1].statistics
-    assert last is not None and last.num_target_forwards == denoiser.counts.forwards
+    assert len([part for part in stream if part.token_ids]) == static.counts.blocks == 2
+    assert without_end(quick.token_ids) == tokens
+    assert quick.text == text
+    assert quick.statistics.num_target_forwards == freedave.counts.forwards
+    assert freedave.counts.forwards < static.counts.forwards
 
     with openai.OpenAI(base_url=f"{app.http}/v1", api_key="none", max_retries=0) as sdk:
         answer: Any = sdk.completions.create(model="paceline", prompt=CODE, max_tokens=40, seed=5)
     assert answer.choices[0].text == text
-    assert answer.metrics["denoising"]["num_forwards"] == denoiser.counts.forwards
+    assert answer.metrics["denoising"]["num_forwards"] == static.counts.forwards
     assert eventually(lambda: app.idle), app.describe()
-    static = library(CODE, params)[2].counts
     assert app.replica("target")["denoising"]["forwards"] == (
-        2 * denoiser.counts.forwards + static.forwards
+        2 * static.counts.forwards + freedave.counts.forwards
     )
     told = "ray_paceline_denoising_forwards_total"
     assert eventually(lambda: told in _metrics(app), 30), _metrics(app)

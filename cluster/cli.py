@@ -393,14 +393,15 @@ def methods(
     A method consists of a drafter, a shape, an acceptance rule and a length controller. `paceline
     generate --set KNOB=VALUE` sets its knobs.
     """
-    from paceline.methods import METHODS, VLLM_METHODS
+    from paceline.methods import DIFFUSION_METHODS, METHODS, VLLM_METHODS
 
     if markdown:
         from paceline.methods_table import markdown as render
 
         sys.stdout.write(render())
         return
-    entries = [method.as_dict() for method in (*METHODS.values(), *VLLM_METHODS.values())]
+    listed = {**METHODS, **VLLM_METHODS, **DIFFUSION_METHODS}
+    entries = [method.as_dict() for method in listed.values()]
     if as_json:
         print_json(entries)
         return
@@ -412,7 +413,8 @@ def methods(
     for entry in entries:
         table.add_row(
             entry["name"],
-            entry["drafter"] + (" (engine: vllm)" if entry["engine"] == "vllm" else ""),
+            entry["drafter"]
+            + ("" if entry["engine"] == "paceline" else f" (engine: {entry['engine']})"),
             entry["shape"] or "–",
             entry["acceptance"],
             "yes" if entry["lossless"] else "[red]no[/red]",

@@ -10,7 +10,6 @@ import typer
 from paceline.cluster.cli_generate import read_prompt
 from paceline.cluster.cli_options import Json, MaxTokens, Prompt, Seed, Temperature, Threads
 from paceline.cluster.cli_output import err, out, print_json, set_threads
-from paceline.errors import InvalidArgument
 
 
 def diffuse(
@@ -57,15 +56,9 @@ def diffuse(
     set_threads(threads, model)
     from paceline.demo import DIFFUSION_DIR
     from paceline.diffusion.loop import DiffusionModel
-    from paceline.diffusion.schedules import make_schedule
+    from paceline.diffusion.schedules import make_schedule, read_knobs
 
-    values = {}
-    for knob in knobs or ():
-        name, equals, value = knob.partition("=")
-        if not equals:
-            raise InvalidArgument("set", knob, "KNOB=VALUE")
-        values[name] = value
-    chosen = make_schedule(schedule, **values)
+    chosen = make_schedule(schedule, **read_knobs(knobs or (), "set"))
     loaded = DiffusionModel(model or DIFFUSION_DIR)
     denoiser = loaded.denoiser(
         chosen, temperature=temperature, seed=seed, sub_block_cache=sub_block_cache

@@ -521,6 +521,8 @@ def show_note(result: Mapping[str, Any]) -> None:
 
 def show(run: Run) -> None:
     """Print pieces as they come, then a line of statistics (on stderr: the text can be piped)."""
+    from paceline.methods import DIFFUSION_METHODS
+
     started = False
     try:
         while True:
@@ -545,10 +547,12 @@ def show(run: Run) -> None:
         err.print("the drafter was lost on the way; the rest is plain AR", style="yellow")
     show_note(result)
     seconds = result["num_tokens"] / result["tokens_per_second"] if result["num_tokens"] else 0.0
+    masked = result["method"] in DIFFUSION_METHODS
     parts = [
         f"{result['num_tokens']} tokens in {seconds:.2f} s ({result['tokens_per_second']:.0f}/s)",
         f"{result['num_target_forwards']} target forwards",
-        f"mean accepted length {result['mean_accepted_length']:.2f}",
+        f"{'tokens per forward' if masked else 'mean accepted length'} "
+        f"{result['mean_accepted_length']:.2f}",
     ]
     if result["num_drafted"]:
         parts.append(f"acceptance rate {result['acceptance_rate']:.2f}")

@@ -17,7 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from paceline.batching import BatchStrategy
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig, keys_at
-from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.demo import DIFFUSION_DIR, DRAFTER_DIR, TARGET_DIR
+from paceline.deployments.diffusion_plan import (
+    DEFAULT_SCHEDULE,
+    denoise_plan,
+    schedule_of,
+    with_schedule,
+)
 from paceline.deployments.vllm_plan import chain_plan
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.masked_folder import MASKED_DRAFTERS, masked_kind
@@ -548,8 +554,10 @@ class DeploymentConfig(_Block):
     """A deployment: what stands under ``args``."""
 
     model: ModelConfig = ModelConfig()
-    engine: Literal["paceline", "vllm"] = Field(
-        "paceline", description="What runs the target; vllm needs vLLM 0.32 in the environment."
+    engine: Literal["paceline", "vllm", "diffusion"] = Field(
+        "paceline",
+        description="What runs the target; vllm needs vLLM 0.32 in the environment, and diffusion "
+        "a masked-diffusion model.",
     )
     topology: Literal["colocated", "actors"] = Field(
         "actors", description="The drafter in the target's process, or in replicas of its own."
@@ -598,11 +606,14 @@ class DeploymentConfig(_Block):
     @property
     def target_folder(self) -> str:
         """Folder or name of the target; after :meth:`with_local_models` a path."""
-        return self.model.target or str(TARGET_DIR)
+        shipped = DIFFUSION_DIR if self.engine == "diffusion" else TARGET_DIR
+        return self.model.target or str(shipped)
 
     @property
     def drafter_folder(self) -> str | None:
         """Folder or name of the draft model; None: the user's own target has no drafter."""
+        if self.engine == "diffusion":
+            return None
         if self.model.target is None and self.model.drafter is None:
             return str(DRAFTER_DIR)
         return self.model.drafter
@@ -657,6 +668,10 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
             allowed = "one of the keys " + ", ".join(keys_at(DeploymentConfig, first["loc"][:-1]))
         raise InvalidArgument(key, _shown(key, first["input"]), allowed) from None
     config = _with_secure_ports(config)
+    if config.engine == "diffusion":
+        _check_diffusion(config, models_here=models_here)
+        speculation = with_schedule(config.speculation, DEFAULT_SCHEDULE)
+        config = config.model_copy(update={"speculation": speculation})
     if config.engine == "vllm" and config.speculation.method == "auto":
         # Method auto reads the costs of Paceline's own engine.
         own = "draft_model" if config.drafter_folder is not None else "prompt_lookup"
@@ -664,16 +679,18 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
         config = config.model_copy(update={"speculation": speculation})
     try:
         method = _default_method(config)
+        if config.engine == "diffusion" and models_here:  # it loads torch
+            schedule_of(config.speculation)
     except InvalidArgument as error:
         raise InvalidArgument(f"speculation.{error.field}", error.value, error.allowed) from None
     if config.engine == "vllm" and config.model.dtype in ("q8_0", "q4_0", "int8"):
         raise InvalidArgument(
             "model.dtype", config.model.dtype, "float32, bfloat16, float16 or auto with engine vllm"
         )
-    if config.engine == "vllm" and config.target.numerics != "fastest":
+    if config.engine != "paceline" and config.target.numerics != "fastest":
         raise InvalidArgument(
             "target.numerics", config.target.numerics,
-            "'fastest' with engine vllm, which adds in an order of its own",
+            f"'fastest' with engine {config.engine}, which adds in an order of its own",
         )  # fmt: skip
     if config.drafter.method is not None:
         _check_hosted(config, config.drafter.method)
@@ -716,10 +733,11 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
 def _adapter_folders(config: DeploymentConfig, *, models_here: bool) -> dict[str, str]:
     """The adapters with absolute paths. Raises: as :func:`parse_config`."""
     adapters = config.model.adapters
-    if adapters and config.engine == "vllm":
+    if adapters and config.engine != "paceline":
         raise InvalidArgument(
-            "model.adapters", list(adapters), "none with engine vllm: Paceline's engine has them"
-        )
+            "model.adapters", list(adapters),
+            f"none with engine {config.engine}: Paceline's engine has them",
+        )  # fmt: skip
     folders = {}
     for name, path in adapters.items():
         if name in (config.model.name, *config.gateway.http.model_aliases):
@@ -734,14 +752,41 @@ def _adapter_folders(config: DeploymentConfig, *, models_here: bool) -> dict[str
     return folders
 
 
+def _check_diffusion(config: DeploymentConfig, *, models_here: bool) -> None:
+    """Raise InvalidArgument for what a masked-diffusion model has no use for."""
+    model = config.model
+    if config.topology != "colocated":
+        allowed = "'colocated' with engine diffusion: nothing drafts there"
+        raise InvalidArgument("topology", config.topology, allowed)
+    for name, value, allowed in (
+        ("drafter", model.drafter, (None,)),
+        ("heads", model.heads, (None,)),
+        ("kv_tokens", model.kv_tokens, (None,)),
+        ("batch_invariant", model.batch_invariant, (None, True)),
+        ("dtype", model.dtype, ("float32",)),
+        ("device", model.device, ("auto", "cpu")),
+        ("drafter_device", model.drafter_device, (None,)),
+    ):
+        if value not in allowed:
+            known = " or ".join("null" if each is None else str(each) for each in allowed)
+            raise InvalidArgument(f"model.{name}", value, f"{known} with engine diffusion")
+    folder = Path(config.target_folder)
+    if models_here and folder.is_dir() and masked_kind(folder) != "diffuspec":
+        raise InvalidArgument(
+            "model.target", model.target, "a masked-diffusion model, whose config.json has "
+            "mask_token_id, block_size and sub_block_size, with engine diffusion",
+        )  # fmt: skip
+
+
 def _check_online(config: DeploymentConfig) -> None:
     """Raise InvalidArgument if nothing in the deployment can learn."""
     if not config.online.enabled:
         return
-    if config.engine == "vllm":
+    if config.engine != "paceline":
         raise InvalidArgument(
-            "online.enabled", True, "false with engine vllm, which tells no target's distributions"
-        )
+            "online.enabled", True,
+            f"false with engine {config.engine}, which tells no target's distributions",
+        )  # fmt: skip
     if config.drafter_folder is None or config.hosted_drafter != "draft_model":
         raise InvalidArgument("online.enabled", True, "false without a draft model (model.drafter)")
 
@@ -774,8 +819,8 @@ def _check_hosted(config: DeploymentConfig, name: str) -> None:
         raise InvalidArgument("drafter.method", name, f"one of {', '.join(hosted)}")
     if config.drafter_folder is not None:
         raise InvalidArgument("drafter.method", name, "null where there is a model.drafter")
-    if config.engine == "vllm":
-        raise InvalidArgument("drafter.method", name, "null with engine vllm")
+    if config.engine != "paceline":
+        raise InvalidArgument("drafter.method", name, f"null with engine {config.engine}")
 
 
 def _needs_tokens_alone(method: Method) -> bool:
@@ -788,6 +833,8 @@ def _default_method(config: DeploymentConfig) -> Method:
     speculation = config.speculation
     if config.engine == "paceline":
         return resolve(speculation).method
+    if config.engine == "diffusion":
+        return denoise_plan(speculation).method
     if speculation.method not in VLLM_METHODS:
         return chain_plan(speculation, config.vllm.max_speculative_tokens).method
     if config.topology == "actors":
@@ -833,10 +880,11 @@ def _check_direct(config: DeploymentConfig) -> None:
     """Raise InvalidArgument if targets cannot have a listener for devices, or not that one."""
     if not config.direct.enabled:
         return
-    if config.engine == "vllm":
+    if config.engine != "paceline":
         raise InvalidArgument(
-            "direct.enabled", True, "false with engine vllm, which takes no drafts of devices"
-        )
+            "direct.enabled", True,
+            f"false with engine {config.engine}, which takes no drafts of devices",
+        )  # fmt: skip
     if config.gateway.tls is None and not config.gateway.insecure:
         check_plain_text(
             config.direct.host,

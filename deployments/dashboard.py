@@ -79,6 +79,24 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
+        "Denoising",
+        (
+            (
+                "Tokens a forward", "short",
+                [(_ratio("generation_tokens", "denoising_forwards", "method"), "{{method}}")],
+            ),
+            (
+                "Forwards a block", "short",
+                [(_ratio("denoising_forwards", "denoising_blocks", "method"), "{{method}}")],
+            ),
+            (
+                "Forwards and blocks a second", "ops",
+                [(_rate("denoising_forwards", "method"), "forwards {{method}}"),
+                 (_rate("denoising_blocks", "method"), "blocks {{method}}")],
+            ),
+        ),
+    ),
+    (
         "Requests",
         (
             (

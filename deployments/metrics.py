@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.counters import EngineCounters
+from paceline.methods import DIFFUSION_METHODS
 from paceline.rpc.access import Gate
 from paceline.rpc.bridge import on_engine
 from paceline.session import SessionState
@@ -87,6 +88,9 @@ METRICS = (
     Metric("draft_seconds", "counter", "Seconds that rounds took to get their drafts.", _METHOD),
     Metric("verify_seconds", "counter", "Seconds of the forwards that verified them.", _METHOD),
     Metric("drafters_lost", "counter", "Sessions that lost their drafter.", _METHOD),
+    # The denoise loop (`engine: diffusion`), by schedule.
+    Metric("denoising_forwards", "counter", "Forwards of the masked model.", _METHOD),
+    Metric("denoising_blocks", "counter", "Blocks of text that it finished.", _METHOD),
     # Requests.
     Metric("generation_tokens", "counter", "Generated tokens.", _METHOD),
     Metric("prompt_tokens", "counter", "Prompt tokens of admitted sessions."),
@@ -192,6 +196,9 @@ class Exporter:
             total("verify_seconds", counts.verify_seconds)
             total("drafters_lost", counts.num_drafters_lost)
             total("generation_tokens", counts.num_tokens)
+            if method in DIFFUSION_METHODS:
+                total("denoising_forwards", counts.num_forwards)
+                total("denoising_blocks", counts.num_rounds)
             for i, count in enumerate(counts.drafts_per_position):
                 total("spec_decode_num_draft_tokens_per_pos", count, position=str(i))
             for i, count in enumerate(counts.accepted_per_position):

@@ -28,6 +28,7 @@ from paceline.rpc.server import start_server
 from paceline.tokenizer import chat_template
 
 if TYPE_CHECKING:
+    from paceline.deployments.engines.diffusion import DiffusionEngine
     from paceline.deployments.engines.vllm import VllmEngine
     from paceline.engine import Engine, EngineThread, Serving
     from paceline.models.llama_weights import LlamaWeights
@@ -62,6 +63,14 @@ def _load(config: DeploymentConfig) -> Engine:
     )
 
 
+def _load_masked(config: DeploymentConfig) -> DiffusionEngine:
+    from paceline.deployments.engines.diffusion import DiffusionEngine
+    from paceline.loading import limit_threads
+
+    limit_threads(config.num_threads(config.target.num_cpus))
+    return DiffusionEngine(config)
+
+
 @serve.deployment
 class TargetDeployment:
     """Verifies drafts and runs the loop; drafters are in its process or in other replicas.
@@ -92,6 +101,9 @@ class TargetDeployment:
         if config.engine == "vllm":
             batch_invariant = False
             self._engine = await self._start_vllm(config)
+        elif config.engine == "diffusion":
+            batch_invariant = True
+            self._engine = await asyncio.to_thread(_load_masked, config)
         else:
             engine = await self._start_engine(config)
             batch_invariant = engine.engine.target.runner.batch_invariant
@@ -124,7 +136,7 @@ class TargetDeployment:
         )  # fmt: skip
         if config.direct.enabled and self._server.verify is not None:
             await direct.start(self._server.verify)
-        if config.engine != "vllm":
+        if config.engine == "paceline":
             file = ExperienceFile.of_thread(engine, self._fingerprint)
             self._experience = asyncio.create_task(file.run())
             if learner is not None:
@@ -219,9 +231,10 @@ class TargetDeployment:
         """Counters for `paceline status`."""
         endpoint = self._leases.endpoint
 
-        def counters(engine: Engine) -> dict[str, Any]:
+        def counters(engine: Any) -> dict[str, Any]:
             load = engine.load
             prefixes = getattr(engine.target, "prefixes", None)
+            denoising = getattr(engine, "denoising", None)
             return {
                 "sessions": load.num_running + load.num_waiting,
                 "waiting": load.num_waiting,
@@ -229,6 +242,7 @@ class TargetDeployment:
                 "kv_capacity": engine.target.kv_capacity,
                 "prefix_queried": 0 if prefixes is None else prefixes.num_queried,
                 "prefix_hit": 0 if prefixes is None else prefixes.num_hit,
+                **({} if denoising is None else {"denoising": denoising}),
             }
 
         status = {

@@ -24,7 +24,7 @@ if __name__ == "__main__":  # as a script, its own folder would come first on th
 import yaml
 
 from paceline.deployments.config import DeploymentConfig, hosted_methods
-from paceline.methods import METHODS, VLLM_METHODS
+from paceline.methods import DIFFUSION_METHODS, METHODS, VLLM_METHODS
 
 HERE = Path(__file__).parent
 CHART = HERE / "paceline"
@@ -89,7 +89,8 @@ def schema() -> dict[str, Any]:
 
 def _narrow(blocks: dict[str, Any]) -> None:
     """Say in the schema what otherwise only Paceline knows, when a pod has already started."""
-    blocks["speculation"]["properties"]["method"]["enum"] = [*METHODS, *VLLM_METHODS]
+    listed = {**METHODS, **VLLM_METHODS, **DIFFUSION_METHODS}
+    blocks["speculation"]["properties"]["method"]["enum"] = list(listed)
     blocks["drafter"]["properties"]["method"] = {"enum": [*hosted_methods(), None]}
     device = {"type": "string", "pattern": "^(auto|cpu|cuda(:[0-9]+)?)$"}
     blocks["model"]["properties"]["device"] = device

@@ -25,7 +25,8 @@ class MethodCounters:
     """Totals of the sessions that asked for one method.
 
     Attributes:
-        num_rounds: verifications of one session.
+        num_rounds: verifications of one session; with ``engine: diffusion``, finished blocks.
+        num_forwards: of the target, for its sessions.
         num_drafts: rounds that drafted something.
         num_draft_tokens: sum of the drafts' depths, which is what :attr:`acceptance_rate` counts.
         num_draft_nodes: nodes of the drafts.
@@ -38,6 +39,7 @@ class MethodCounters:
     """
 
     num_rounds: int = 0
+    num_forwards: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_draft_nodes: int = 0
@@ -52,6 +54,7 @@ class MethodCounters:
     def add(self, stats: SessionStatistics) -> None:
         """Add a session's statistics."""
         self.num_rounds += stats.num_rounds
+        self.num_forwards += stats.num_target_forwards
         self.num_drafts += stats.drafted_by_depth[0] if stats.drafted_by_depth else 0
         self.num_draft_tokens += stats.num_drafted
         self.num_draft_nodes += stats.num_draft_nodes
@@ -183,14 +186,15 @@ class CounterBook:
 
     def rounds(self, running: Iterable[Session]) -> tuple[int, float]:
         """Number of rounds of all sessions so far, and the seconds that they spent verifying."""
-        total = MethodCounters()
-        for counters in self._methods.values():
-            total.num_rounds += counters.num_rounds
-            total.verify_seconds += counters.verify_seconds
+        totals = self.methods(running).values()
+        return sum(t.num_rounds for t in totals), sum(t.verify_seconds for t in totals)
+
+    def methods(self, running: Iterable[Session]) -> dict[str, MethodCounters]:
+        """Totals by the method that sessions asked for, running sessions included."""
+        totals = {name: counters.copy() for name, counters in self._methods.items()}
         for session in running:
-            total.num_rounds += session.stats.num_rounds
-            total.verify_seconds += session.stats.verify_seconds
-        return total.num_rounds, total.verify_seconds
+            totals.setdefault(session.method_name, MethodCounters()).add(session.stats)
+        return totals
 
     def take(self, running: list[Session], target: Target | None = None) -> EngineCounters:
         """The counters, running sessions included; empties ``requests``, ``steps``, ``gaps``.
@@ -198,12 +202,10 @@ class CounterBook:
         Args:
             target: its KV memory is counted if the target is in this process.
         """
-        methods = {name: counters.copy() for name, counters in self._methods.items()}
         for session in running:
-            methods.setdefault(session.method_name, MethodCounters()).add(session.stats)
             self._take_gaps(session)
         result = EngineCounters(
-            methods=methods,
+            methods=self.methods(running),
             states=Counter(session.state.value for session in running),
             num_prompt_tokens=self.num_prompt_tokens,
             num_preemptions=self.num_preemptions,

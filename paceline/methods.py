@@ -27,6 +27,7 @@ from paceline.drafters.auto import AUTO as AUTO_PART
 from paceline.drafters.base import Drafter, DrafterContext, DrafterPart
 from paceline.drafters.combined import COMBINED
 from paceline.drafters.copyspec import COPYSPEC, COPYSPEC_OR_DRAFT_MODEL
+from paceline.drafters.denoising import DENOISING
 from paceline.drafters.diffuspec import DIFFUSPEC
 from paceline.drafters.forced import FORCED, FORCED_OR_DRAFT_MODEL
 from paceline.drafters.jacobi import GAUSS_SEIDEL, HYBRID_JACOBI, JACOBI
@@ -95,7 +96,8 @@ class Method:
         head: kind of trained head that drafts.
         depth_policy: which layers of the target compute a token. The drafter is then the target
             with fewer layers or, if it is ``none``, the target itself decodes so (lossy).
-        engine: which engine runs it: Paceline's own, or "vllm" with a drafter of vLLM's.
+        engine: which engine runs it: Paceline's own, "vllm" with a drafter of vLLM's, or
+            "diffusion", where it is a schedule of the denoise loop.
         makes_trees: the drafter branches even for rules that verify only chains, so those rules
             are refused. (Other drafters make chains for such rules.)
         reads_prediction: the drafter uses the prediction that comes with a request.
@@ -118,7 +120,7 @@ class Method:
     makes_trees: bool = False
     reads_prediction: bool = False
     reads_constraint: bool = False
-    engine: Literal["paceline", "vllm"] = "paceline"
+    engine: Literal["paceline", "vllm", "diffusion"] = "paceline"
 
     @property
     def knob_defaults(self) -> dict[str, Any]:
@@ -263,6 +265,7 @@ DRAFTER_PARTS: Mapping[str, DrafterPart] = {
     "none": DrafterPart(),
     "client": DrafterPart(),
     "vllm": DrafterPart(),
+    "denoising": DENOISING,
     "draft_model": DrafterPart(replay="prefix"),
     "prompt_lookup": PROMPT_LOOKUP,
     "suffix": SUFFIX,
@@ -1335,3 +1338,67 @@ VLLM_METHODS: Mapping[str, Method] = {
 }  # fmt: skip
 """vLLM's own methods, all of which draft chains. A deployment with ``engine: vllm`` runs either one
 of these for all requests, or Paceline's methods, which each request chooses by itself."""
+
+
+def _schedule(name: str, paper: str, summary: str, *, lossless: bool = False) -> Method:
+    """A schedule of the denoise loop.
+
+    Args:
+        lossless: the text is that of ``static``.
+    """
+    return Method(
+        name=name, paper=paper, summary=summary,
+        drafter="denoising", shape=None, length="fixed",
+        acceptance="coupled" if lossless else "unverified",
+        defaults={"num_speculative_tokens": 0, "node_budget": 0},
+        engine="diffusion",
+    )  # fmt: skip
+
+
+DIFFUSION_METHODS: Mapping[str, Method] = {
+    method.name: method
+    for method in (
+        _schedule(
+            "static", "LLaDA, 2025, arXiv 2502.09992",
+            "Commits the most confident positions, equally many in each step.", lossless=True,
+        ),
+        _schedule(
+            "confidence", "Dimple, 2025, arXiv 2505.16990",
+            "Commits the positions that are more probable than a threshold.",
+        ),
+        _schedule(
+            "freedave", "FreeDave, 2025, arXiv 2510.00294",
+            "The text of `static`, several of its steps in one forward.", lossless=True,
+        ),
+        _schedule(
+            "prophet", "Prophet, 2025, arXiv 2508.19982",
+            "Commits a whole block once the margins of its last rows are wide.",
+        ),
+        _schedule(
+            "sched", "SchED, 2025, arXiv 2512.02892",
+            "Commits a whole block once the mean margin reaches a bound that falls.",
+        ),
+        _schedule(
+            "dparallel", "dParallel, 2025, arXiv 2509.26488",
+            "Commits the positions whose entropy is small.",
+        ),
+        _schedule(
+            "set_block", "Set Block Decoding, 2025, arXiv 2509.04185",
+            "Commits the surest positions while their entropies add up to little.",
+        ),
+        _schedule(
+            "learn2pd", "Learn2PD, 2025, arXiv 2509.25188",
+            "Commits the positions that a trained filter takes for final.",
+        ),
+        _schedule(
+            "apd", "APD, 2025, arXiv 2506.00413",
+            "Commits from left to right, as far as a model that reads in order agrees.",
+        ),
+        _schedule(
+            "remask", "Discrete Diffusion VLA, 2025, arXiv 2508.20072",
+            "A fixed number of steps, which may mask committed tokens again.",
+        ),
+    )
+}  # fmt: skip
+"""The schedules of the denoise loop. A deployment with ``engine: diffusion`` runs each of them, and
+no other method."""

@@ -16,6 +16,8 @@ from paceline.config import SpeculationConfig
 from paceline.methods import (
     ACCEPTANCE_RULES,
     COMMON_KNOBS,
+    DIFFUSION_METHODS,
+    DRAFTER_PARTS,
     KNOBS,
     LENGTHS,
     METHODS,
@@ -97,6 +99,26 @@ def _overview() -> Iterator[str]:
         (
             (f"`{m.name}`", m.summary, _linked(m.paper), _with_defaults(_set(m.defaults)))
             for m in VLLM_METHODS.values()
+        ),
+    )
+    yield "## Schedules of a masked-diffusion model\n"
+    yield "With `engine: diffusion` in a deployment ([how](diffusion.md#serving)), a method is a"
+    yield "schedule of the denoise loop. Those that are lossy write another text than `static`.\n"
+    yield _table(
+        ("method", "what it does", "paper", "output"),
+        (
+            (
+                f"`{m.name}`", m.summary, _linked(m.paper),
+                "the text of `static`" if m.lossless else "lossy",
+            )
+            for m in DIFFUSION_METHODS.values()
+        ),
+    )  # fmt: skip
+    yield _table(
+        ("knob", "default", "meaning"),
+        (
+            (f"`{knob.name}`", _shown(knob.default), _meaning(knob.name))
+            for knob in DRAFTER_PARTS["denoising"].knobs
         ),
     )
 

@@ -23,6 +23,7 @@ from paceline.methods import (
     ACCEPTANCE_RULES,
     COMMON_KNOBS,
     DEPTH_POLICIES,
+    DIFFUSION_METHODS,
     DRAFTER_PARTS,
     LENGTHS,
     METHODS,
@@ -113,8 +114,9 @@ def resolve(config: SpeculationConfig, catalogue: Mapping[str, Method] = METHODS
     method = catalogue.get(config.method)
     if method is None:
         allowed = f"one of {', '.join(sorted(catalogue))}"
-        if config.method in VLLM_METHODS:
-            allowed += f" ({config.method} runs in a deployment with engine: vllm)"
+        other = {**VLLM_METHODS, **DIFFUSION_METHODS}.get(config.method)
+        if other is not None:
+            allowed += f" ({config.method} runs in a deployment with engine: {other.engine})"
         raise InvalidArgument("method", config.method, allowed)
     given = config.overrides()
     parts = _parts(method, given, catalogue)

@@ -506,6 +506,6 @@ class NoVerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
 
 def _takes_no_drafts() -> FailedPrecondition:
     return FailedPrecondition(
-        "this target runs on an engine that verifies the drafts of its own drafters only (vLLM): "
-        "generate through GenerateService (`paceline generate --server`)"
+        "this target runs on an engine that verifies no drafts of clients (vLLM, or a "
+        "masked-diffusion model): generate through GenerateService (`paceline generate --server`)"
     )

@@ -1,8 +1,6 @@
 """vLLM as a target's engine, with Paceline's drafters or its own.
 
-:class:`VllmEngine` has the interface of :class:`paceline.engine.EngineThread`, so gateway,
-GenerateService, the OpenAI endpoint, metrics and access control do not know the difference. vLLM
-verifies, accepts and batches in processes of its own; Paceline's drafters run in its worker
+vLLM verifies, accepts and batches in processes of its own; Paceline's drafters run in its worker
 (deployments/engines/proposer.py).
 
 vLLM verifies chains only, accepts by its own rule, shows no hidden states to drafters and verifies
@@ -13,15 +11,15 @@ distribution, but a seed does not give the same tokens with and without drafts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from paceline.config import SpeculationConfig
 from paceline.constraints import ConstraintCompiler
-from paceline.counters import CounterBook, EngineCounters
+from paceline.counters import EngineCounters
+from paceline.deployments.engines.tasks import Committed, TaskEngine
 from paceline.deployments.engines.vllm_launch import engine_args
 from paceline.deployments.engines.vllm_methods import VllmMethods
 from paceline.deployments.engines.vllm_requests import (
@@ -38,26 +36,17 @@ from paceline.deployments.engines.vllm_target import (
     started_target,
     unstarted_target,
 )
-from paceline.engine import EngineLimits, EventHandler, RoundEvent
-from paceline.errors import (
-    FailedPrecondition,
-    InvalidArgument,
-    PacelineError,
-    ResourceExhausted,
-)
+from paceline.errors import FailedPrecondition, InvalidArgument
 from paceline.methods import Method
 from paceline.models.layouts import read_config
 from paceline.plan import Plan
 from paceline.request import Request
-from paceline.rpc.errors import InternalError
 from paceline.session import Session
 from paceline.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from paceline.types import Load
 
 if TYPE_CHECKING:
     from paceline.deployments.config import DeploymentConfig
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -71,7 +60,7 @@ class _Worker:
         return "", self.pid
 
 
-class VllmEngine:
+class VllmEngine(TaskEngine):
     """vLLM's AsyncLLM with the interface of an engine and its thread. Runs on one event loop.
 
     Args:
@@ -82,21 +71,19 @@ class VllmEngine:
         InvalidArgument: an option that vLLM does not have, or a method that cannot draft here.
     """
 
+    name = "vLLM"
     batch_invariant = False
 
     def __init__(self, config: DeploymentConfig, drafters: Sequence[str] | None = None) -> None:
+        super().__init__(config.target.limits.engine_limits())
         folder = Path(config.target_folder)
         self._config = config
         self._methods = VllmMethods(config, replicas=drafters is not None)
         self.catalogue = self._methods.catalogue
         self.tokenizer: Tokenizer | None = load_tokenizer(folder)
         self.eos_token_ids = eos_token_ids(folder)
-        self.limits: EngineLimits = config.target.limits.engine_limits()
-        self.sessions: dict[str, Session] = {}
         self._worker = _Worker()
         self.drafters: Mapping[str, object] = dict.fromkeys(self._methods.drafters, self._worker)
-        self._book = CounterBook()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stats = VllmStats()
         self._args = engine_args(config, drafters)
         self._llm: Any = None
@@ -137,22 +124,6 @@ class VllmEngine:
         )  # fmt: skip
         return self
 
-    # --- the engine thread's interface ------------------------------------------------------------
-
-    @property
-    def engine(self) -> VllmEngine:
-        """The engine itself: it has no thread of its own."""
-        return self
-
-    def call(self, function: Callable[[VllmEngine], T]) -> Future[T]:
-        """Run ``function(engine)`` at once."""
-        future: Future[T] = Future()
-        try:
-            future.set_result(function(self))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
     def refusal(self, method: Method) -> str | None:
         """Why this engine cannot run a method; None if it can."""
         return self._methods.refusal(method)
@@ -165,101 +136,38 @@ class VllmEngine:
         """
         return self._methods.plan(config)
 
-    def submit(self, request: Request, on_event: EventHandler | None = None) -> Future[Session]:
-        """See :meth:`paceline.engine.Engine.submit`."""
-        return self.call(lambda engine: engine._submit(request, on_event))
-
-    def _submit(self, request: Request, on_event: EventHandler | None) -> Session:
-        speculation = request.speculation or self._config.speculation
-        plan = self.plan(speculation)
+    def _session(self, request: Request) -> Session:
+        plan = self.plan(request.speculation or self._config.speculation)
         check_request(request, plan, self.target)
-        if len(self.sessions) >= self.limits.max_sessions + self.limits.max_waiting:
-            raise ResourceExhausted(f"{len(self.sessions)} sessions are running or waiting already")
-        session = Session(
+        return Session(
             request.session_id or "", list(request.prompt_ids), request.params, plan,
             eos_token_ids=self.eos_token_ids, max_length=self.target.context_length,
             tokenizer=self.tokenizer, prediction=tuple(request.prediction),
         )  # fmt: skip
-        session.tenant = request.tenant
-        if len(request.committed):
-            session.resume(tuple(request.committed))
-        self.sessions[session.session_id] = session
-        self._book.num_prompt_tokens += session.prompt_length
+
+    async def _outputs(self, session: Session, request: Request) -> AsyncGenerator[Committed]:
+        speculation = request.speculation or self._config.speculation
         params = vllm_params(session, speculation, self.eos_token_ids)
-        task = asyncio.get_running_loop().create_task(self._run(session, params, on_event))
-        self._tasks[session.session_id] = task
-        return session
-
-    def park(self, session_id: str, parked: bool) -> Future[None]:
-        """vLLM places its sessions itself: nothing to do."""
-        return self.call(lambda engine: None)
-
-    def cancel(self, session_id: str) -> Future[bool]:
-        """End a session; False if there is none."""
-        return self.call(lambda engine: engine._cancel(session_id))
-
-    def _cancel(self, session_id: str) -> bool:
-        task = self._tasks.get(session_id)
-        return task is not None and task.cancel()
-
-    async def _run(self, session: Session, params: Any, on_event: EventHandler | None) -> None:
-        """Run a session through vLLM, from its submission to its last event."""
-        tell = on_event or (lambda event: None)
-        sent = session.streamable_length  # of committed tokens
-        try:
-            async for output in self._llm.generate(
-                vllm_prompt(session), params, session.session_id
-            ):
-                given = output.outputs[0]
-                before = session.length
-                tokens = session.commit(given.token_ids)
-                count_step(session, len(tokens))
-                if output.finished:
-                    count_drafts(session, getattr(given, "spec_decode_metrics", None))
-                    session.finish("length")  # unless a token has ended it
-                # Text that could still turn out to be the start of a stop string is held back.
-                done = session.finished
-                safe = len(session.text) if done else session.streamable_length
-                text, sent = session.text[sent:safe], max(sent, safe)
-                if tokens or done:
-                    tell(
-                        RoundEvent(
-                            session, session.stats.num_rounds, tokens, max(0, len(tokens) - 1),
-                            text, None, done, logprobs_of(session, given, before),
-                        )
-                    )  # fmt: skip
-                if done:
-                    break  # a stop string: leaving the loop aborts the request
-        except asyncio.CancelledError:
-            session.finish("cancelled")
-            tell(RoundEvent(session, 0, (), 0, session.text[sent:], None, True))
-        except Exception as error:
-            known = isinstance(error, PacelineError)
-            session.error = error if known else InternalError(f"vLLM: {error}")
-            session.finish("error")
-            tell(RoundEvent(session, 0, (), 0, "", None, True))
-        finally:
-            self.sessions.pop(session.session_id, None)
-            self._tasks.pop(session.session_id, None)
-            self._book.ended(session)
+        async for output in self._llm.generate(vllm_prompt(session), params, session.session_id):
+            given = output.outputs[0]
+            before = session.length
+            tokens = session.commit(given.token_ids)
+            count_step(session, len(tokens))
+            if output.finished:
+                count_drafts(session, getattr(given, "spec_decode_metrics", None))
+                session.finish("length")  # unless a token has ended it
+            yield Committed(tokens, max(0, len(tokens) - 1), logprobs_of(session, given, before))
 
     # --- load, counters, drafters, health ---------------------------------------------------------
 
     @property
     def load(self) -> Load:
         """How many sessions run and wait, and their tokens."""
-        waiting = min(self._stats.num_waiting, len(self.sessions))
-        return Load(
-            len(self.sessions) - waiting, waiting, sum(s.length for s in self.sessions.values())
-        )
-
-    def count_rounds(self) -> tuple[int, float]:
-        """Rounds of all sessions so far, and the seconds that their verifications took."""
-        return self._book.rounds(self.sessions.values())
+        return self._load(min(self._stats.num_waiting, len(self.sessions)))
 
     def take_counters(self) -> EngineCounters:
         """Counters since the start, and the requests that ended since the last call."""
-        counters = self._book.take(list(self.sessions.values()))
+        counters = super().take_counters()
         stats = self._stats
         counters.kv_capacity = stats.capacity
         counters.kv_used = round(stats.kv_usage * stats.capacity)
@@ -285,8 +193,7 @@ class VllmEngine:
 
     def stop(self, timeout: float = 10.0) -> None:
         """Cancel every session and end vLLM's processes."""
-        for task in list(self._tasks.values()):
-            task.get_loop().call_soon_threadsafe(task.cancel)
+        self.cancel_all()
         llm, self._llm = self._llm, None
         if llm is not None:
             handler = llm.output_handler  # it would report the end of its processes as an error

@@ -119,7 +119,8 @@ def count_step(session: Session, num_tokens: int) -> None:
     now = time.perf_counter()
     if stats.first_token_at is None:
         stats.first_token_at = now
-        session.state = SessionState.READY
+        if not session.finished:  # a stop string in the first output ends it
+            session.state = SessionState.READY
     session.note_output()
     stats.num_rounds += 1
     stats.num_target_forwards += 1

@@ -89,8 +89,17 @@ class PromptScores(Answered):
     num_target_forwards: int
 
 
+class Denoising(Answered):
+    """What the answer cost a masked-diffusion model (``engine: diffusion``)."""
+
+    num_blocks: int
+    num_forwards: int
+    tokens_per_forward: float
+
+
 class RequestMetrics(Answered):
     speculative_decoding: SpeculativeDecoding | None
+    denoising: Denoising | None = None
     prompt_scores: PromptScores | None = None
 
 

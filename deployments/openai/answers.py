@@ -25,6 +25,7 @@ from paceline.deployments.openai.scores import Reading, readings
 from paceline.deployments.openai.tools import Tool, ToolChoice, Tools, prompt_messages, thinks
 from paceline.drafters.predicted_outputs import method_with_prediction
 from paceline.errors import InvalidArgument
+from paceline.methods import DIFFUSION_METHODS
 from paceline.rpc.errors import ServerUnavailable
 from paceline.rpc.gen.paceline.v1 import common_pb2, generate_pb2
 from paceline.rpc.messages import explanation_of, sampling_to_message, speculation_to_message
@@ -356,7 +357,20 @@ class Answer(ABC):
     def _metrics(self) -> Body:
         if self.method == "ar":
             return {"speculative_decoding": None}
+        if self.method in DIFFUSION_METHODS:
+            return {"speculative_decoding": None, "denoising": denoising(self._last)}
         return {"speculative_decoding": speculative_decoding(r.statistics for r in self._last)}
+
+
+def denoising(last: Iterable[generate_pb2.GenerateReply]) -> Body:
+    """What a request cost a masked-diffusion model: a round of one is a block."""
+    statistics = [reply.statistics for reply in last]
+    num_forwards = sum(each.num_target_forwards for each in statistics)
+    return {
+        "num_blocks": sum(each.num_rounds for each in statistics),
+        "num_forwards": num_forwards,
+        "tokens_per_forward": sum(s.num_tokens for s in statistics) / max(1, num_forwards),
+    }
 
 
 def speculative_decoding(statistics: Iterable[common_pb2.Statistics]) -> Body:

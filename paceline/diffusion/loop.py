@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,13 @@ import torch
 from paceline.demo import DIFFUSION_DIR
 from paceline.diffusion.model import Blocks, MaskedModel
 from paceline.diffusion.runner import BlockRunner, Context
-from paceline.diffusion.schedules import FreeDave, Schedule, View, perturbed
+from paceline.diffusion.schedules import (
+    FreeDave,
+    Schedule,
+    View,
+    check_sub_block_cache,
+    perturbed,
+)
 from paceline.errors import InvalidArgument
 from paceline.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 
@@ -99,49 +105,96 @@ class Denoiser:
     def __post_init__(self) -> None:
         if self.temperature < 0:
             raise InvalidArgument("temperature", self.temperature, "at least 0")
-        if self.sub_block_cache and self.schedule.num_drafts:
-            allowed = f"false with schedule {self.schedule.name}, whose drafts need whole forwards"
-            raise InvalidArgument("sub_block_cache", True, allowed)
-        if self.sub_block_cache and self.schedule.remasks:
-            allowed = f"false with schedule {self.schedule.name}, which looks at all positions"
-            raise InvalidArgument("sub_block_cache", True, allowed)
+        if self.sub_block_cache:
+            check_sub_block_cache(self.schedule)
 
     def decode(self, prompt: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
         """Write up to ``max_tokens`` tokens behind a prompt; yields each finished block's.
 
         Raises:
-            InvalidArgument: no prompt, or more tokens than the model's context holds.
+            InvalidArgument: as :meth:`steps`.
         """
-        room = self.runner.context_length - len(prompt)
+        for tokens in self.steps(prompt, max_tokens):
+            if tokens is not None:
+                yield [token for token in tokens if token not in self.end_ids]
+
+    def steps(
+        self, prompt: Sequence[int], max_tokens: int, written: Sequence[int] = ()
+    ) -> Iterator[list[int] | None]:
+        """The loop of :meth:`decode`, a forward at a time, so that several texts can take turns.
+
+        Yields the tokens of a block, with the one that ends the text, when the block is finished,
+        and None when another forward is due.
+
+        Args:
+            written: whole blocks of the text that another loop has written. They are read as that
+                loop read them, so the text goes on with the same bits.
+
+        Raises:
+            InvalidArgument: no prompt, a mask in it, more tokens than the model's context holds,
+                or ``written`` ends within a block.
+        """
+        blocks, tokens = self.runner.blocks, [*prompt, *written]
+        size, room = blocks.block_size, self.runner.context_length - len(prompt)
         if not prompt:
             raise InvalidArgument("prompt", "", "at least one token")
+        if room < 1:
+            allowed = f"fewer tokens than the context of {self.runner.context_length}"
+            raise InvalidArgument("prompt", f"{len(prompt)} tokens", allowed)
         if not 1 <= max_tokens <= room:
             raise InvalidArgument("max_tokens", max_tokens, f"1 to {room}, what the context holds")
-        size, end = self.runner.blocks.block_size, len(prompt) + max_tokens
-        whole = len(prompt) // size * size
-        context, front, known = Context(), list(prompt[:whole]), list(prompt[whole:])
+        if blocks.mask_token_id in tokens:
+            place = tokens.index(blocks.mask_token_id)
+            raise InvalidArgument(f"token_ids[{place}]", blocks.mask_token_id, "no mask token")
+        if written and len(tokens) % size:
+            allowed = f"whole blocks of {size}, {size - len(prompt) % size} in the first one"
+            raise InvalidArgument("committed_token_ids", f"{len(written)} tokens", allowed)
+        return self._steps(tokens, len(prompt) // size * size, len(prompt) + max_tokens)
+
+    def _steps(self, tokens: list[int], whole: int, end: int) -> Iterator[list[int] | None]:
+        """See :meth:`steps`.
+
+        Args:
+            tokens: prompt and written blocks.
+            whole: tokens of the prompt's whole blocks, which are read in one forward.
+            end: most tokens of prompt and text.
+        """
+        size = self.runner.blocks.block_size
+        context, front = Context(), tokens[:whole]
         self.runner.append(context, front)
+        while len(tokens) - context.length >= size:
+            yield None
+            self._finish(context, front, tokens[context.length : context.length + size])
+        known = tokens[context.length :]
         while context.length < end:
+            yield None
             rows = min(size, end - context.length)
             state = torch.full((rows,), self.runner.blocks.mask_token_id)
             state[: len(known)] = torch.tensor(known, dtype=state.dtype)
             noise = self._noise(context.length, rows)
             block = _OpenBlock(context, front, len(known), noise, torch.ones(rows))
-            state = self._denoise(block, state)
-            written, ended = self._until_end(state[len(known) :].tolist())
-            self.counts.tokens += len(written)
+            state = yield from self._denoise(block, state)
+            new, ended = self._until_end(state[len(known) :].tolist())
+            self.counts.tokens += len(new) - ended
             self.counts.blocks += 1
-            yield written
+            yield new
             if ended or context.length + rows >= end:
                 return
-            self.runner.append(context, state.tolist())
-            self.counts.forwards += 1
-            front, known = [*front, *state.tolist()], []
+            self._finish(context, front, state.tolist())
+            known = []
 
-    def _denoise(self, block: _OpenBlock, state: Tensor) -> Tensor:
-        """The block without its masks."""
+    def _finish(self, context: Context, front: list[int], tokens: list[int]) -> None:
+        """Cache a block that was written."""
+        self.runner.append(context, tokens)
+        self.counts.forwards += 1
+        front += tokens
+
+    def _denoise(self, block: _OpenBlock, state: Tensor) -> Generator[None, None, Tensor]:
+        """The block without its masks; yields between two forwards."""
         states, fresh = [state], -1
         while not self._is_done(block, state):
+            if block.step:
+                yield
             # 1. predict: every position of the state, and of the drafted later states.
             start = self._sub_block(state)
             if self.sub_block_cache and start == fresh:
@@ -219,14 +272,16 @@ class Denoiser:
     def _noise(self, position: int, rows: int) -> Tensor | None:
         if not self.temperature:
             return None
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + position)
+        seed = (self.seed * 1_000_003 + position) % 2**63
+        generator = torch.Generator().manual_seed(seed)
         uniform = torch.rand(rows, self.runner.vocab_size, generator=generator, dtype=torch.float64)
         return -(-uniform.clamp_min(1e-300).log()).log()
 
     def _until_end(self, tokens: list[int]) -> tuple[list[int], bool]:
+        """The tokens up to the first that ends the text, and whether one does."""
         for index, token in enumerate(tokens):
             if token in self.end_ids:
-                return tokens[:index], True
+                return tokens[: index + 1], True
         return tokens, False
 
     def _num_masks(self, state: Tensor) -> int:

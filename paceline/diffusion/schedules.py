@@ -8,7 +8,7 @@ to mask again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -76,6 +76,8 @@ class Schedule:
     paper: ClassVar[str] = "2502.09992"
     lossless: ClassVar[bool] = True
     """The text is the static schedule's with the same ``tokens_per_step``."""
+    paths: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Knobs that may name a file or a folder, with the values that name none."""
 
     def __post_init__(self) -> None:
         _at_least("tokens_per_step", self.tokens_per_step, 1)
@@ -202,6 +204,7 @@ class SchED(Schedule):
             raise InvalidArgument("shape", self.shape, f"one of {', '.join(SHAPES)}")
         if self.tau_low > self.tau_high:
             raise InvalidArgument("tau_low", self.tau_low, f"at most tau_high, {self.tau_high}")
+        _at_least("rate", self.rate, 0)
 
     def tau(self, progress: float) -> float:
         """The bound when a share ``progress`` of the block is committed."""
@@ -271,6 +274,7 @@ class Learn2PD(Schedule):
     name: ClassVar[str] = "learn2pd"
     paper: ClassVar[str] = "2509.25188"
     lossless: ClassVar[bool] = False
+    paths: ClassVar[Mapping[str, tuple[str, ...]]] = {"filter": ("",)}
 
     def __post_init__(self) -> None:
         Schedule.__post_init__(self)
@@ -310,6 +314,7 @@ class APD(Schedule):
     name: ClassVar[str] = "apd"
     paper: ClassVar[str] = "2506.00413"
     lossless: ClassVar[bool] = False
+    paths: ClassVar[Mapping[str, tuple[str, ...]]] = {"judge": ("target", "drafter")}
 
     def __post_init__(self) -> None:
         Schedule.__post_init__(self)
@@ -383,6 +388,7 @@ class Remask(Schedule):
         _at_least("steps", self.steps, 1)
         _between("least", self.least, 0.0, 1.0)
         _between("drop", self.drop, 0.0, 1.0)
+        _between("seed", self.seed, 0, 2**63 - 1)
         if self.order not in ORDERS:
             raise InvalidArgument("order", self.order, f"one of {', '.join(ORDERS)}")
 
@@ -455,12 +461,36 @@ def make_schedule(name: str, **knobs: Any) -> Schedule:
     values = {}
     for knob, value in knobs.items():
         if knob not in kinds:
-            raise InvalidArgument(f"knob of {name}", knob, f"one of {', '.join(kinds)}")
+            raise InvalidArgument(knob, value, f"a knob of schedule {name}: {', '.join(kinds)}")
         try:
             values[knob] = _boolean(value) if kinds[knob] is bool else kinds[knob](value)
         except ValueError as error:
             raise InvalidArgument(knob, value, f"a value of type {kinds[knob].__name__}") from error
     return SCHEDULES[name](**values)
+
+
+def check_sub_block_cache(schedule: Schedule) -> None:
+    """Raise InvalidArgument if a schedule needs more rows than those of the sub-block in work."""
+    why = "whose drafts need whole forwards" if schedule.num_drafts else ""
+    why = "which looks at all positions" if schedule.remasks else why
+    if why:
+        allowed = f"false with schedule {schedule.name}, {why}"
+        raise InvalidArgument("sub_block_cache", True, allowed)
+
+
+def read_knobs(settings: Iterable[str], field: str) -> dict[str, str]:
+    """Knobs for :func:`make_schedule` from texts KNOB=VALUE.
+
+    Raises:
+        InvalidArgument: a text has no =; names ``field``.
+    """
+    knobs = {}
+    for setting in settings:
+        knob, equals, value = setting.partition("=")
+        if not equals:
+            raise InvalidArgument(field, setting, "KNOB=VALUE")
+        knobs[knob] = value
+    return knobs
 
 
 def _boolean(value: Any) -> bool:
@@ -469,7 +499,7 @@ def _boolean(value: Any) -> bool:
     return str(value).lower() == "true"
 
 
-def _at_least(field: str, value: int, least: int) -> None:
+def _at_least(field: str, value: float, least: int) -> None:
     if value < least:
         raise InvalidArgument(field, value, f"at least {least}")
 

@@ -16,7 +16,7 @@ import pytest
 from paceline.cluster import doctor
 from paceline.cluster.doctor import Status
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
-from paceline.methods import METHODS, VLLM_METHODS
+from paceline.methods import DIFFUSION_METHODS, METHODS, VLLM_METHODS
 from paceline.models import kernels
 from paceline.rpc.server import RpcServer
 from tests.cli.conftest import Cli
@@ -48,7 +48,7 @@ def test_methods_json_is_the_catalogue(cli: Cli) -> None:
     result = cli("methods", "--json")
     assert result.exit_code == 0
     rows = json.loads(result.stdout)
-    assert [row["name"] for row in rows] == [*METHODS, *VLLM_METHODS]
+    assert [row["name"] for row in rows] == [*METHODS, *VLLM_METHODS, *DIFFUSION_METHODS]
     wanted = {"name", "paper", "drafter", "shape", "acceptance", "length", "lossless", "needs"}
     for row in rows:
         assert row.keys() >= wanted

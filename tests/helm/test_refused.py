@@ -56,6 +56,18 @@ engine: vllm, target: {numerics: portable} # target.numerics: got "portable", ex
 engine: vllm, drafter: {method: suffix_decoding} # drafter.method: got "suffix_decoding", expected null
 engine: vllm, speculation: {method: vllm_ngram} # speculation.method: got "vllm_ngram", expected one of Paceline's
 speculation: {method: vllm_ngram} # speculation.method: got "vllm_ngram", expected a method of Paceline, or engine: vllm
+engine: diffusion # topology: got "actors", expected colocated with engine: diffusion
+engine: diffusion, topology: colocated, speculation: {method: suffix_decoding} # speculation.method: got "suffix_decoding", expected a schedule
+engine: diffusion, topology: colocated, models: MODELS # models.drafter: got "a/c", expected none with engine: diffusion
+engine: diffusion, topology: colocated, drafter: {method: suffix_decoding} # drafter.method: got "suffix_decoding", expected null
+engine: diffusion, topology: colocated, model: {dtype: bfloat16} # model.dtype: got "bfloat16", expected float32
+engine: diffusion, topology: colocated, model: {kv_tokens: 4096} # model.kv_tokens: got 4096, expected null
+engine: diffusion, topology: colocated, model: {adapters: {a: /volume/a}} # model.adapters: got ["a"], expected none
+engine: diffusion, topology: colocated, model: {device: cuda}, pods: {target: {resources: GPU}} # model.device: got "cuda", expected auto or cpu
+engine: diffusion, topology: colocated, target: {numerics: portable} # target.numerics: got "portable", expected fastest
+engine: diffusion, topology: colocated, direct: {enabled: true} # direct.enabled: got true, expected false with engine: diffusion
+engine: diffusion, topology: colocated, online: {enabled: true} # online.enabled: got true, expected false with engine: diffusion
+speculation: {method: freedave} # speculation.method: got "freedave", expected a method that writes in order, or engine: diffusion
 models: MODELS, drafter: {method: suffix_decoding} # drafter.method: got "suffix_decoding", expected null where there is a models.drafter
 models: {target: a/b}, topology: colocated # speculation.method: got "draft_model", expected a method that needs no draft model
 pods: {target: {resources: {limits: {cpu: 0}}}} # pods.target.resources.limits.cpu: got 0, expected more than 0

@@ -121,6 +121,17 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         "topology": "colocated",
         "speculation": {"method": "vllm_ngram", "ngram_min": 2, "ngram_max": 4},
     },
+    "diffusion-engine": {
+        "engine": "diffusion",
+        "topology": "colocated",
+        "models": {"target": "org/masked"},
+        "speculation": {
+            "method": "confidence",
+            "allow_lossy": True,
+            "schedule_knobs": ["threshold=0.7"],
+        },
+    },
+    "diffusion-engine-of-the-package": {"engine": "diffusion", "topology": "colocated"},
     "sweep": {"sweep": {"enabled": True, "claimName": "results", "workers": 2}},
     "sweep-own-space": {
         "sweep": {

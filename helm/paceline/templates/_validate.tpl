@@ -36,6 +36,48 @@ is, and what is allowed. */}}
 {{- $models := .models -}}
 {{- $method := default "draft_model" $args.speculation.method -}}
 {{- $actors := eq $args.topology "actors" -}}
+{{- $schedules := list "static" "confidence" "freedave" "prophet" "sched" "dparallel" "set_block" "learn2pd" "apd" "remask" -}}
+{{- if eq $args.engine "diffusion" -}}
+  {{- if $actors -}}
+    {{- include "paceline.refuse" (list "topology" $args.topology "colocated with engine: diffusion: nothing drafts there") -}}
+  {{- end -}}
+  {{- if and $args.speculation.method (not (has $method $schedules)) -}}
+    {{- include "paceline.refuse" (list "speculation.method" $method (printf "a schedule with engine: diffusion (%s)" (join ", " $schedules))) -}}
+  {{- end -}}
+  {{- range $role := list "drafter" "heads" -}}
+    {{- if hasKey $models $role -}}
+      {{- include "paceline.refuse" (list (printf "models.%s" $role) (get $models $role).name "none with engine: diffusion") -}}
+    {{- end -}}
+  {{- end -}}
+  {{- if $args.drafter.method -}}
+    {{- include "paceline.refuse" (list "drafter.method" $args.drafter.method "null with engine: diffusion") -}}
+  {{- end -}}
+  {{- if $args.model.adapters -}}
+    {{- include "paceline.refuse" (list "model.adapters" (keys $args.model.adapters) "none with engine: diffusion") -}}
+  {{- end -}}
+  {{- if ne $args.model.dtype "float32" -}}
+    {{- include "paceline.refuse" (list "model.dtype" $args.model.dtype "float32 with engine: diffusion") -}}
+  {{- end -}}
+  {{- range $key := list "kv_tokens" "drafter_device" -}}
+    {{- if get $args.model $key -}}
+      {{- include "paceline.refuse" (list (printf "model.%s" $key) (get $args.model $key) "null with engine: diffusion") -}}
+    {{- end -}}
+  {{- end -}}
+  {{- if not (has $args.model.device (list "auto" "cpu")) -}}
+    {{- include "paceline.refuse" (list "model.device" $args.model.device "auto or cpu with engine: diffusion") -}}
+  {{- end -}}
+  {{- if ne $args.target.numerics "fastest" -}}
+    {{- include "paceline.refuse" (list "target.numerics" $args.target.numerics "fastest with engine: diffusion, which adds in an order of its own") -}}
+  {{- end -}}
+  {{- if $args.direct.enabled -}}
+    {{- include "paceline.refuse" (list "direct.enabled" true "false with engine: diffusion, which takes no drafts of devices") -}}
+  {{- end -}}
+  {{- if $args.online.enabled -}}
+    {{- include "paceline.refuse" (list "online.enabled" true "false with engine: diffusion") -}}
+  {{- end -}}
+{{- else if has $method $schedules -}}
+  {{- include "paceline.refuse" (list "speculation.method" $method "a method that writes in order, or engine: diffusion") -}}
+{{- end -}}
 {{- if eq $args.engine "vllm" -}}
   {{- if has $args.model.dtype (list "q8_0" "q4_0" "int8") -}}
     {{- include "paceline.refuse" (list "model.dtype" $args.model.dtype "float32, bfloat16, float16 or auto with engine: vllm") -}}
@@ -58,7 +100,7 @@ is, and what is allowed. */}}
 {{- if and $args.drafter.method $models.drafter -}}
   {{- include "paceline.refuse" (list "drafter.method" $args.drafter.method "null where there is a models.drafter") -}}
 {{- end -}}
-{{- if and $models (not $models.drafter) (eq $method "draft_model") (or (not $actors) $args.drafter.method) -}}
+{{- if and $models (not $models.drafter) (ne $args.engine "diffusion") (eq $method "draft_model") (or (not $actors) $args.drafter.method) -}}
   {{- include "paceline.refuse" (list "speculation.method" $method "a method that needs no draft model (prompt_lookup, ar), or a models.drafter") -}}
 {{- end -}}
 {{- end -}}

@@ -22,7 +22,6 @@ from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.models import kernels
 from paceline.models.base import ForwardResult, KVSequence, Segment
 from paceline.models.layouts import read_config
-from paceline.models.llama_config import LlamaConfig
 from paceline.models.transformers_check import find_strategy, has_states, make_trees
 from paceline.models.transformers_loading import load_causal_lm
 from paceline.models.transformers_sequence import NewTokens, TransformersSequence
@@ -65,7 +64,6 @@ class TransformersRunner:
     """
 
     batch_invariant = False
-    packed_lm_head = None
     _auto_class = "AutoModelForCausalLM"
 
     def __init__(
@@ -125,7 +123,7 @@ class TransformersRunner:
                 return
         self.provides = frozenset({Need.TREE_LOGITS})
 
-    # --- ModelRunner, and what heads read ------------------------------------------------------
+    # --- ModelRunner ---------------------------------------------------------------------------
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -237,29 +235,13 @@ class TransformersRunner:
             for new, row in zip(news, rows, strict=True)
         ], extras
 
-    # --- what heads read -----------------------------------------------------------------------
-
     @property
-    def config(self) -> LlamaConfig:
-        """Sizes of the model, and of the layers of a head that is trained for it."""
-        return self._output.config
+    def output_layer(self) -> OutputLayer:
+        """What draft heads read of the model beside its states.
 
-    @property
-    def embedding(self) -> torch.Tensor:
-        """Of every token.  # [vocab_size, hidden_size]"""
-        return self._output.embedding
-
-    @property
-    def lm_head(self) -> torch.Tensor:
-        """Weight of the output layer.  # [vocab_size, hidden_size]"""
-        return self._output.lm_head
-
-    def logits_of_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of states after the final norm.  # [n, hidden_size] -> [n, vocab_size]"""
-        return self._output.logits(hidden)
-
-    @property
-    def _output(self) -> OutputLayer:
+        Raises:
+            InvalidArgument: it is not found.
+        """
         if self._output_layer is None:
             raise InvalidArgument(
                 "target", self.model.config.model_type,

@@ -101,10 +101,16 @@ class HeadTarget:
     @staticmethod
     def of_runner(folder: Path, runner: LlamaRunner | TransformersRunner) -> HeadTarget:
         """The parts of a loaded target."""
+        identity = target_identity(folder)
+        if isinstance(runner, TransformersRunner):
+            parts = runner.output_layer
+            return HeadTarget(
+                identity, parts.config, parts.embedding, parts.lm_head, parts.logits,
+                kv_tokens=runner.kv_capacity, folder=folder, model=runner.model,
+            )  # fmt: skip
         return HeadTarget(
-            target_identity(folder), runner.config, runner.embedding, runner.lm_head,
-            runner.logits_of_hidden, runner.packed_lm_head, runner.kv_capacity, folder,
-            runner.model if isinstance(runner, TransformersRunner) else None,
+            identity, runner.config, runner.embedding, runner.lm_head, runner.logits_of_hidden,
+            runner.packed_lm_head, runner.kv_capacity, folder,
         )  # fmt: skip
 
     def among_all(self, some: Tensor, vocabulary: Tensor | None) -> Tensor:

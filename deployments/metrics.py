@@ -87,6 +87,7 @@ METRICS = (
     Metric("draft_seconds", "counter", "Seconds that rounds took to get their drafts.", _METHOD),
     Metric("verify_seconds", "counter", "Seconds of the forwards that verified them.", _METHOD),
     Metric("drafters_lost", "counter", "Sessions that lost their drafter.", _METHOD),
+    Metric("states_bytes", "counter", "Bytes of states sent to drafters elsewhere.", _METHOD),
     # Requests.
     Metric("generation_tokens", "counter", "Generated tokens.", _METHOD),
     Metric("prompt_tokens", "counter", "Prompt tokens of admitted sessions."),
@@ -191,6 +192,7 @@ class Exporter:
             total("draft_seconds", counts.draft_seconds)
             total("verify_seconds", counts.verify_seconds)
             total("drafters_lost", counts.num_drafters_lost)
+            total("states_bytes", counts.states_bytes)
             total("generation_tokens", counts.num_tokens)
             for i, count in enumerate(counts.drafts_per_position):
                 total("spec_decode_num_draft_tokens_per_pos", count, position=str(i))

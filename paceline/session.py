@@ -62,6 +62,7 @@ class SessionStatistics:
     verify_seconds: float = 0.0
     drafter_failures: int = 0
     drafter_lost: bool = False
+    states_bytes: int = 0  # of the target's states, sent to a drafter in another process
     started_at: float = field(default_factory=time.perf_counter)
     admitted_at: float | None = None
     prefilled_at: float | None = None

@@ -117,10 +117,10 @@ class HeadLibrary:
     Args:
         folder: for example ``heads``, with ``heads/medusa/config.json``; it may be missing.
         target: the target's model folder.
-        runner: the loaded target.
+        runner: the loaded target, or those parts of it that heads use.
     """
 
-    def __init__(self, folder: Path, target: Path, runner: ModelRunner) -> None:
+    def __init__(self, folder: Path, target: Path, runner: ModelRunner | HeadTarget) -> None:
         self.folder = folder
         self._target = target
         self._runner = runner
@@ -153,11 +153,13 @@ class HeadLibrary:
                 "method", kind, f"a method whose head is in {self.folder}: `paceline train {kind}` "
                 "makes one",
             )  # fmt: skip
-        if not isinstance(self._runner, LlamaRunner):
+        if not isinstance(self._runner, LlamaRunner | HeadTarget):
             raise InvalidArgument(
                 "method", kind, "a method without a head: heads need the fast path"
             )
-        target = HeadTarget.of_runner(self._target, self._runner)
+        target = self._runner
+        if isinstance(target, LlamaRunner):
+            target = HeadTarget.of_runner(self._target, target)
         if self._own(kind):
             return load_head(HEADS[kind], self.folder / kind, target)
         found = self._published(kind)

@@ -198,6 +198,7 @@ class Session:
             self.prompt_logprobs.append(TokenLogprobs(self.token_ids[0], None))
         self.branches: Draft | None = None
         self.num_known, self.teaches_drafter = 0, False
+        self.client_needs: frozenset[Need] = frozenset()
         self._decoder = None
         if tokenizer is not None:
             self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens)
@@ -264,7 +265,7 @@ class Session:
 
     @property
     def needs(self) -> frozenset[Need]:
-        return self.plan.needs
+        return self.plan.needs | self.client_needs
 
     @property
     def output_ids(self) -> list[int]:

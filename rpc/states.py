@@ -211,6 +211,53 @@ class StatesReader:
             )  # fmt: skip
 
 
+class StatesInbox:
+    """States that have come for one session, until its drafter reads them.
+
+    Args:
+        codec: what was asked for.
+    """
+
+    def __init__(self, codec: StatesCodec) -> None:
+        self._codec = codec
+        self._reader = StatesReader(codec)
+        self._arrived: list[FloatArray] = []
+        self._anew = False
+
+    @property
+    def end(self) -> int:
+        """How many first tokens there are states up to."""
+        return self._reader.end or 0
+
+    @property
+    def layout(self) -> common_pb2.StatesLayout:
+        """What to ask for."""
+        return self._codec.to_message()
+
+    def take(self, message: common_pb2.States, length: int) -> None:
+        """Take what a server has sent for a session of ``length`` tokens.
+
+        Raises:
+            InvalidArgument: as :meth:`StatesReader.read`.
+        """
+        if message.first_position != self._reader.end:  # some are missing in between
+            self._reader, self._anew = StatesReader(self._codec), self._reader.end is not None
+            self._arrived.clear()
+        self._arrived.append(self._reader.read(message, length))
+
+    def read_by(self, drafter: Drafter, session: SessionView) -> bool:
+        """Let a drafter read what has come; False if that is too little for a draft."""
+        import torch
+
+        if self._anew:
+            drafter.close(session)
+            drafter.open(session)
+        for states in self._arrived:
+            drafter.read_states(session, torch.from_numpy(states))
+        self._anew, self._arrived = False, []
+        return self.end == session.length - 1
+
+
 def _shown(codec: StatesCodec) -> str:
     layout = codec.layout
     layers = f" of layers {list(layout.layers)[:8]}" if layout.layers else ""
@@ -264,11 +311,14 @@ class StatesFeed:
     """The states of an engine's sessions, for the drafters of one kind in other processes.
 
     The engine's thread adds; the threads that read replies may look as well.
+
+    Args:
+        codec: what the drafters read; None: :meth:`use` will tell.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, codec: StatesCodec | None = None) -> None:
         self._lock = threading.Lock()
-        self._codec: StatesCodec | None = None
+        self._codec = codec
         self._logs: dict[str, StatesLog] = {}
 
     @property
@@ -342,6 +392,16 @@ class StatesFeed:
             return found
 
 
+    def latest(self, session: SessionView, first: int, end: int) -> common_pb2.States | None:
+        """As :meth:`pieces`, in one message; where that is too little, the last ones."""
+        codec = self._codec
+        if codec is None:
+            return None
+        first = max(first, end - max(1, PIECE_BYTES // codec.row_bytes))
+        found = self.pieces(session, first, end)
+        return found[-1] if found else None
+
+
 class StatesForwarder(Drafter):
     """A drafter in another process that is sent the target's states, where it reads some."""
 
@@ -363,6 +423,24 @@ class StatesForwarder(Drafter):
     def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         for session, outcome in zip(sessions, outcomes, strict=True):
             self._feed.observe(session, outcome)
+
+
+def checked_codec(
+    message: common_pb2.StatesLayout, num_layers: int, hidden_size: int
+) -> StatesCodec:
+    """What a client asks for of a target with these sizes.
+
+    Raises:
+        InvalidArgument: the target has no such states; names the field.
+    """
+    codec = StatesCodec.of_message(message, "states")
+    if codec.layout.hidden_size != hidden_size:
+        allowed = f"{hidden_size}, the target's"
+        raise InvalidArgument("states.hidden_size", codec.layout.hidden_size, allowed)
+    if max(codec.layout.layers, default=1) > num_layers:
+        allowed = f"numbers of layers up to the target's {num_layers}"
+        raise InvalidArgument("states.layers", list(codec.layout.layers)[:8], allowed)
+    return codec
 
 
 def count_states(session: Any, pieces: Sequence[common_pb2.States]) -> int:

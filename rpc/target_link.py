@@ -26,6 +26,7 @@ from paceline.rpc.gen.paceline.v1 import generate_pb2, verify_pb2
 from paceline.rpc.ladder import Mode
 from paceline.rpc.messages import sampling_to_message, speculation_to_message
 from paceline.rpc.reconnect import Reconnect, Retry, Silence, TargetServers
+from paceline.rpc.states import StatesInbox
 from paceline.rpc.target_stream import Alive, Event, LeftSessions, Reply, TargetStream
 from paceline.rpc.transcript import ClientTranscript, ProposedRound, Verified
 from paceline.types import Acceptance, Draft, Verdict
@@ -58,6 +59,7 @@ class TargetLink:
         ahead: likewise.
         mode: how the session gets its tokens to begin with.
         direct: the session's way past the gateway.
+        states: takes the states that its drafter reads; None: it reads none.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class TargetLink:
         ahead: AheadOptions,
         mode: Mode,
         direct: DirectPath,
+        states: StatesInbox | None = None,
     ) -> None:
         self.session = session
+        self.states = states
         self.mode = mode
         self.transcript = ClientTranscript(session.token_ids)
         self.ahead = RoundsAhead(session, self.transcript, ahead)
@@ -166,6 +170,8 @@ class TargetLink:
             return
         self._left.free(self._stream)
         opening = open_request(self.session, transcript, self._reconnect.allows_other)
+        if self.states is not None and not self._resuming:
+            opening.states.CopyFrom(self.states.layout)
         self._owed.append(_Open())
         self._stream.send(verify_pb2.VerifyFrame(open=opening))
         if not self._resuming:
@@ -235,6 +241,8 @@ class TargetLink:
         if stream is None or not self._ready:
             return  # it leaves when there is a stream
         frame = verify_pb2.VerifyFrame(verify=self.transcript.request(each))
+        if self.states is not None:
+            frame.verify.states_from = self.states.end
         frame.ticket = self._direct.ticket()
         counters.rounds_sent += 1
         counters.sent_ahead += each.bonus is not None
@@ -305,6 +313,9 @@ class TargetLink:
 
     def _verified(self, sent: _Sent, result: verify_pb2.VerifyResult) -> Verdict:
         verified = self.transcript.verified(result)
+        if self.states is not None and result.HasField("states"):
+            self._servers.counters.states_bytes += result.states.ByteSize()
+            self.states.take(result.states, self.transcript.length)
         if verified.next_token is None:
             check_end(self.session, verified.token_ids, result.finish_reason)
         self._direct.answered(len(verified.token_ids))

@@ -40,6 +40,7 @@ from paceline.rpc.messages import (
     statistics_to_message,
 )
 from paceline.rpc.quotas import QuotaExceeded
+from paceline.rpc.states import SENT, StatesFeed, checked_codec, count_states
 from paceline.rpc.streams import within
 from paceline.rpc.tracing import Tracing, traceparent_of
 from paceline.rpc.transcript import ServerTranscript
@@ -122,7 +123,10 @@ class _Served:
         transcript: ServerTranscript,
         admission: CallAdmission,
         lease_id: str,
+        feed: StatesFeed | None,
     ) -> None:
+        self.feed = feed  # the target's states, for a client that reads some
+        self.states_from: int | None = None  # the last round's request
         self.session = session
         self.transcript = transcript
         self.admission = admission
@@ -158,13 +162,21 @@ class _Served:
         )
         self.verify_seconds = verify_seconds
         has_next = len(event.token_ids) > event.num_accepted
-        self.answer.set_result(
-            transcript.answered(
-                event.outcome.path[: event.num_accepted],
-                event.token_ids[-1] if has_next else None,
-                timings,
-            )
+        result = transcript.answered(
+            event.outcome.path[: event.num_accepted],
+            event.token_ids[-1] if has_next else None,
+            timings,
         )
+        self._add_states(result)
+        self.answer.set_result(result)
+
+    def _add_states(self, result: verify_pb2.VerifyResult) -> None:
+        if self.feed is None or self.states_from is None or result.finish_reason:
+            return
+        states = self.feed.latest(self.session, self.states_from, result.committed_length - 1)
+        if states is not None:
+            count_states(self.session, [states])
+            result.states.CopyFrom(states)
 
     def fail(self, error: Exception) -> None:
         """Let the pending round, if there is one, end with an error."""
@@ -358,6 +370,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         changed = numerics_differ(request, own, self._numerics_mismatch)
         speculation, params = _speculation(request), _sampling(request)
         check_size("token_ids", request.token_ids, self._thread.engine.target.context_length)
+        feed = self._feed(request)
         session_id = self._new_id(admission, metadata)
         loop = asyncio.get_running_loop()
         opened = False
@@ -367,11 +380,12 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             served = self.sessions.get(session_id)
             early.append(event) if served is None else served.on_event(event)
 
-        self._drafter.expect(session_id)  # the client's first draft may be early
+        self._drafter.expect(session_id, feed)  # the client's first draft may be early
         submitted = self._thread.submit(
             Request(
                 list(request.token_ids), params, speculation, session_id=session_id,
                 tenant=tenant, weight=weight, adapter=request.adapter, teaches_drafter=teaches,
+                needs=frozenset({feed.codec.layout.need}) if feed and feed.codec else frozenset(),
             ),
             on_event=hand_over(loop, on_event),
         )  # fmt: skip
@@ -384,13 +398,27 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         transcript = ServerTranscript(session_id, session.token_ids)
         transcript.numerics_changed = changed
         served = self.sessions[session_id] = _Served(
-            session, transcript, admission, _value(metadata, LEASE_ID)
+            session, transcript, admission, _value(metadata, LEASE_ID), feed
         )
         if admission.span is not None:
             admission.span.session = session
         for event in early:  # the session failed before it got here
             served.on_event(event)
         return served
+
+    def _feed(self, request: verify_pb2.OpenRequest) -> StatesFeed | None:
+        """What keeps the states that a client wants; None: it wants none.
+
+        Raises:
+            InvalidArgument: this target does not have them.
+        """
+        if not request.HasField("states"):
+            return None
+        target = self._thread.engine.local_target
+        config = getattr(target.runner, "config", None)
+        if not SENT <= target.provides or config is None:
+            raise InvalidArgument("states", "set", "nothing: this target gives no states")
+        return StatesFeed(checked_codec(request.states, target.num_layers, config.hidden_size))
 
     def _opened(self, served: _Served) -> verify_pb2.OpenResult:
         config = served.session.plan.config
@@ -426,6 +454,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         draft, nodes = trim(draft, last)
         self._drafter.offer(served.session_id, draft)
         transcript.take(request.round, nodes)
+        served.states_from = request.states_from if request.HasField("states_from") else None
         served.answer = asyncio.get_running_loop().create_future()
         served.arrived_at = time.perf_counter()
         before = transcript.length

@@ -391,7 +391,6 @@ class StatesFeed:
                 found[0].layout.CopyFrom(self._codec.to_message())
             return found
 
-
     def latest(self, session: SessionView, first: int, end: int) -> common_pb2.States | None:
         """As :meth:`pieces`, in one message; where that is too little, the last ones."""
         codec = self._codec

@@ -416,7 +416,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             return None
         target = self._thread.engine.local_target
         config = getattr(target.runner, "config", None)
-        if not SENT <= target.provides or config is None:
+        if SENT - target.provides or config is None:
             raise InvalidArgument("states", "set", "nothing: this target gives no states")
         return StatesFeed(checked_codec(request.states, target.num_layers, config.hidden_size))
 

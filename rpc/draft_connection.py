@@ -213,7 +213,7 @@ class DraftConnection:
             item.open.speculation.CopyFrom(speculation_to_message(session.config))
             item.open.traceparent = session.traceparent
             item.open.prediction.extend(session.prediction)
-            told = self.fed[session.session_id] = 0
+            told = 0
         item.base_length = min(told, session.length)  # it may have been truncated
         item.new_token_ids.extend(session.token_ids[item.base_length :])
         length = item.base_length + len(item.new_token_ids)

@@ -22,16 +22,18 @@ from paceline.engine import Engine
 from paceline.errors import InvalidArgument
 from paceline.loading import load_head_drafter, load_runner
 from paceline.methods import DRAFTER_PARTS, METHODS
-from paceline.models.base import ModelRunner
+from paceline.models.base import ModelRunner, Segment
 from paceline.models.heads import HeadLibrary, heads_folder
+from paceline.plan import resolve
 from paceline.request import Request
 from paceline.rpc import states as states_module
 from paceline.rpc.draft_service import DraftServicer
 from paceline.rpc.drafter_pool import DrafterPool
 from paceline.rpc.errors import PrefixDiverged, from_rpc_error
 from paceline.rpc.gen.paceline.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+from paceline.rpc.mirrors import Mirrors
 from paceline.rpc.remote_drafter import RemoteDrafter
-from paceline.rpc.states import ENCODINGS, GROUP, StatesCodec, StatesLog
+from paceline.rpc.states import ENCODINGS, GROUP, StatesCodec, StatesLog, StatesReader
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.target import ModelTarget
@@ -186,6 +188,26 @@ def test_every_head_of_its_kind(
         assert there.stats.num_draft_nodes == here.stats.num_draft_nodes
         assert not there.stats.drafter_failures
     assert sum(s.stats.num_draft_nodes for s in got) > 0
+
+
+@pytest.mark.parametrize("kind", SENDABLE)
+def test_sent_states_become_the_features_that_a_head_selects(
+    kind: str, model_folder: Path, random_heads: Path, runner: ModelRunner
+) -> None:
+    drafter = load_head_drafter(kind, model_folder, random_heads, kv_tokens=1024)
+    assert drafter.states is not None
+    ids = np.asarray(list(b"value = 1"), np.int64)
+    sequence = runner.new_sequence()
+    extras = runner.forward([Segment(sequence, ids)], frozenset({drafter.states.need})).extras
+    runner.free(sequence)
+    codec = StatesCodec(drafter.states, "float32")
+    rows = codec.decode(codec.encode(drafter.states.take(extras)), len(ids))
+    session: Any = Session("s", ids.tolist(), SamplingParams(), resolve(SpeculationConfig()))
+    drafter.open(session)
+    drafter.read_states(session, torch.from_numpy(rows))
+    (features,) = drafter._readings["s"].features
+    assert torch.equal(features, drafter._head.select(extras[drafter.states.need]))
+    drafter.close(session)
 
 
 @pytest.mark.parametrize("method", TRAINED)
@@ -359,7 +381,42 @@ def test_a_drafter_that_joins_late_drafts_from_then_on() -> None:
             engine.step()
     assert [s.output_ids for s in sessions] == ar(0.0, 64)
     assert all(s.stats.num_draft_nodes > 0 for s in sessions)
+    # Before it came, once; a drafter is not asked for what it lacks the states for.
+    assert all(s.stats.drafter_failures == 1 for s in sessions)
     assert all(i.states.first_position > 0 for i in hosted.items if i.HasField("open"))
+
+
+class Forgetful(Mirrors):
+    """Forgets a session before its fifth frame."""
+
+    num_frames = 0
+
+    def begin(self, items: Any) -> Any:
+        items = list(items)
+        if any(item.max_depth for item in items):
+            Forgetful.num_frames += 1
+        if Forgetful.num_frames == 5:
+            self.drop(items[0].session_id)
+        return super().begin(items)
+
+
+def test_a_session_that_a_drafter_has_forgotten_comes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With its states from the first on, so that drafts are as if nothing had happened."""
+    monkeypatch.setattr("paceline.rpc.draft_service.Mirrors", Forgetful)
+    monkeypatch.setattr(Forgetful, "num_frames", 0)
+    speculation = SpeculationConfig(method="eagle", length="fixed")
+    expected = beside_the_target("eagle", params_of())
+    with from_afar("eagle") as (engine, hosted, remote):
+        got = engine.generate(prompts(), params_of(), speculation)
+        assert remote.counters.num_reopened == 1
+    again = [i for i in hosted.items if i.HasField("open")][len(prompts()) :]
+    assert [i.states.first_position for i in again] == [0]
+    assert [s.output_ids for s in got] == ar(0.0)
+    for here, there in zip(expected, got, strict=True):
+        assert there.stats.accepted_by_depth == here.stats.accepted_by_depth
+        assert not there.stats.drafter_failures
 
 
 def test_a_target_keeps_the_latest_states_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,6 +466,25 @@ def test_an_enormous_number_costs_its_neighbours_alone() -> None:
 
 
 # --- hostile and wrong messages ------------------------------------------------------------------
+
+
+def test_states_come_once_and_in_order() -> None:
+    codec = StatesCodec(StatesLayout(Need.HIDDEN_STATES, (), 8), "float32")
+    reader = StatesReader(codec)
+
+    def message(first: int) -> common_pb2.States:
+        rows = bytes(2 * codec.row_bytes)
+        return common_pb2.States(
+            layout=codec.to_message(), first_position=first, num_positions=2, rows=rows
+        )
+
+    assert reader.read(message(1), 10).shape == (2, 8)
+    for first in (0, 1, 2, 4):
+        with pytest.raises(PrefixDiverged, match=f"first_position {first}"):
+            reader.read(message(first), 10)
+        assert reader.end == 3
+    reader.read(message(3), 10)
+    assert reader.end == 5
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,11 @@ def test_a_head_on_a_device(method: str, temperature: float, server: RpcServer) 
             assert stats.num_accepted > 0
             assert 0 <= stats.num_rounds - beside[i].stats.num_rounds <= 2
             assert not stats.drafter_failures
-    assert client.target.counters.states_bytes > 0
+        layout = head_of(method).states
+    assert layout is not None
+    num_rows = sum(len(ids) + params_of().max_tokens for ids in prompts())
+    most = num_rows * (4 * layout.num_values + 80)  # with what else is in a message
+    assert 0.5 * most < client.target.counters.states_bytes < most  # each row once
     assert client.target.counters.num_failures == 0
 
 

@@ -182,12 +182,10 @@ class DrafterPool(StatesForwarder):
                 session, budget, future = ask
                 if min(budget.asked.depth, budget.asked.nodes) <= 0:
                     future.set_result(EMPTY_DRAFT)  # AR: the drafter hears of the tokens later
-                elif not (address := self._place(session, loads, now)):
-                    self._without(session, future)
-                elif self._feed.is_behind(session):
-                    future.set_result(EMPTY_DRAFT)
-                else:
+                elif address := self._place(session, loads, now):
                     groups.setdefault(address, []).append(ask)
+                else:
+                    self._without(session, future)
             for address, asks in groups.items():
                 self._ask(address, asks, now)
         return futures

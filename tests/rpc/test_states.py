@@ -214,7 +214,7 @@ def test_sent_states_become_the_features_that_a_head_selects(
 def test_compression_costs_hardly_any_acceptance(method: str) -> None:
     """In int8 the mean accepted length is that of exact states within 3 %.
 
-    Measured over these prompts: medusa +0.9 %, the others 0.0 % (docs/performance.md has more). A
+    Measured over these prompts: medusa +1.0 %, the others 0.0 % (docs/performance.md has more). A
     lost or a wrong scale costs more than half of what drafts add.
     """
     params = params_of(max_tokens=64)

@@ -197,8 +197,7 @@ class Session:
         if params.prompt_logprobs is not None:
             self.prompt_logprobs.append(TokenLogprobs(self.token_ids[0], None))
         self.branches: Draft | None = None
-        self.num_known, self.teaches_drafter = 0, False
-        self.client_needs: frozenset[Need] = frozenset()
+        self.num_known, self.teaches_drafter, self.client_needs = 0, False, frozenset[Need]()
         self._decoder = None
         if tokenizer is not None:
             self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens)

@@ -326,6 +326,11 @@ class StatesFeed:
         """What the drafters read; None: nothing, or not known yet."""
         return self._codec
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What it takes of the target's forwards."""
+        return frozenset() if self._codec is None else frozenset({self._codec.layout.need})
+
     def use(self, wanted: common_pb2.StatesLayout) -> None:
         """Keep from now on what a drafter asks for.
 

@@ -51,6 +51,7 @@ from paceline.types import Draft
 
 if TYPE_CHECKING:
     from paceline.engine import EngineThread, RoundEvent
+    from paceline.target import ModelTarget
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -108,6 +109,20 @@ def _sampling(request: verify_pb2.OpenRequest) -> SamplingParams:
                 f"sampling.{name}", getattr(params, name), f"{off}: only Generate has this"
             )
     return params
+
+
+def _feed_of(target: ModelTarget, request: verify_pb2.OpenRequest) -> StatesFeed | None:
+    """What keeps the states that a client wants; None: it wants none.
+
+    Raises:
+        InvalidArgument: this target does not have them.
+    """
+    if not request.HasField("states"):
+        return None
+    config = getattr(target.runner, "config", None)
+    if SENT - target.provides or config is None:
+        raise InvalidArgument("states", "set", "nothing: this target gives no states")
+    return StatesFeed(checked_codec(request.states, target.num_layers, config.hidden_size))
 
 
 class _Served:
@@ -169,6 +184,10 @@ class _Served:
         )
         self._add_states(result)
         self.answer.set_result(result)
+
+    def asked(self, request: verify_pb2.VerifyRequest) -> None:
+        """Note which states the answer to a new round should have."""
+        self.states_from = request.states_from if request.HasField("states_from") else None
 
     def _add_states(self, result: verify_pb2.VerifyResult) -> None:
         if self.feed is None or self.states_from is None or result.finish_reason:
@@ -366,14 +385,13 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         self, request: verify_pb2.OpenRequest, admission: CallAdmission, metadata: Any
     ) -> _Served:
         tenant, weight, teaches = admission.share(metadata)
-        own = fingerprint_of(self._thread.engine.local_target, request.adapter)
+        target = self._thread.engine.local_target
+        own = fingerprint_of(target, request.adapter)
         changed = numerics_differ(request, own, self._numerics_mismatch)
         speculation, params = _speculation(request), _sampling(request)
-        check_size("token_ids", request.token_ids, self._thread.engine.target.context_length)
-        feed = self._feed(request)
-        session_id = self._new_id(admission, metadata)
-        loop = asyncio.get_running_loop()
-        opened = False
+        check_size("token_ids", request.token_ids, target.context_length)
+        feed, session_id = _feed_of(target, request), self._new_id(admission, metadata)
+        loop, opened = asyncio.get_running_loop(), False
         early: list[RoundEvent] = []
 
         def on_event(event: RoundEvent) -> None:
@@ -385,7 +403,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             Request(
                 list(request.token_ids), params, speculation, session_id=session_id,
                 tenant=tenant, weight=weight, adapter=request.adapter, teaches_drafter=teaches,
-                needs=frozenset({feed.codec.layout.need}) if feed and feed.codec else frozenset(),
+                needs=frozenset() if feed is None else feed.needs,
             ),
             on_event=hand_over(loop, on_event),
         )  # fmt: skip
@@ -405,20 +423,6 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         for event in early:  # the session failed before it got here
             served.on_event(event)
         return served
-
-    def _feed(self, request: verify_pb2.OpenRequest) -> StatesFeed | None:
-        """What keeps the states that a client wants; None: it wants none.
-
-        Raises:
-            InvalidArgument: this target does not have them.
-        """
-        if not request.HasField("states"):
-            return None
-        target = self._thread.engine.local_target
-        config = getattr(target.runner, "config", None)
-        if SENT - target.provides or config is None:
-            raise InvalidArgument("states", "set", "nothing: this target gives no states")
-        return StatesFeed(checked_codec(request.states, target.num_layers, config.hidden_size))
 
     def _opened(self, served: _Served) -> verify_pb2.OpenResult:
         config = served.session.plan.config
@@ -454,7 +458,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         draft, nodes = trim(draft, last)
         self._drafter.offer(served.session_id, draft)
         transcript.take(request.round, nodes)
-        served.states_from = request.states_from if request.HasField("states_from") else None
+        served.asked(request)
         served.answer = asyncio.get_running_loop().create_future()
         served.arrived_at = time.perf_counter()
         before = transcript.length

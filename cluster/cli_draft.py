@@ -55,6 +55,7 @@ from paceline.numerics import check_mismatch
 
 if TYPE_CHECKING:
     from paceline.drafters.draft_model import DraftModel
+    from paceline.drafters.head import HeadDrafter
     from paceline.drafters.omnidraft import OmniDraft
     from paceline.rpc.device import DeviceResult
     from paceline.rpc.remote_target import TargetInfo
@@ -88,11 +89,26 @@ def draft(
             "name."
         ),
     ] = None,
+    target: Annotated[
+        str | None,
+        model_option(
+            "With a head (`--method eagle3`, `medusa`, ...): the target, a folder or a name. Only "
+            "its tokenizer, embedding and output layer are loaded. Default: the demo's."
+        ),
+    ] = None,
+    heads: Annotated[
+        str | None,
+        typer.Option(
+            "--heads",
+            metavar="FOLDER",
+            help="Folder of the target's heads. Default: `heads` in its folder, or those shipped.",
+        ),
+    ] = None,
     method: Annotated[
         str | None,
         method_option(
-            "Its drafter must need tokens only. Default: draft_model, or omnidraft with "
-            "`--target-tokenizer`."
+            "Its drafter must need tokens only, or be a head, to which the server sends its "
+            "states. Default: draft_model, or omnidraft with `--target-tokenizer`."
         ),
     ] = None,
     max_tokens: MaxTokens = 128,
@@ -156,6 +172,7 @@ def draft(
     - `paceline draft 'def fibonacci(n):' --server 127.0.0.1:50051`
     - `paceline draft 'Once' --server a:50051,b:50051 --drafter ./small -t 0.8 --seed 7 --json`
     - `paceline draft - --server a:50051 --method prompt_lookup < code.py`
+    - `paceline draft 'class Stack:' --server a:50051 --method moa`
     """
     require("serve", "grpc")
     request = GenerateOptions(
@@ -183,6 +200,8 @@ def draft(
         servers,
         drafter=drafter,
         target_tokenizer=target_tokenizer,
+        target=target,
+        heads=heads,
         offline_ok=offline_ok,
         give_up=give_up,
         only_device=only_device,
@@ -204,6 +223,8 @@ def _run(
     *,
     drafter: str | None,
     target_tokenizer: str | None,
+    target: str | None,
+    heads: str | None,
     offline_ok: bool,
     give_up: float,
     only_device: bool,
@@ -235,16 +256,18 @@ def _run(
     patience = Patience(give_up=give_up)
     connect = partial(open_channel, **connection)
     without_token = {name: value for name, value in connection.items() if name != "token"}
-    path = local_model(drafter or "demo-drafter")
+    head = method.drafter if method is not None and method.head else None
+    _check_models(head, drafter, target_tokenizer, target, heads)
+    path = local_model((target or "demo") if head else (drafter or "demo-drafter"))
     assert path is not None  # only None stays None
     with err.status("loading the drafter ..."):
         set_threads(threads, path)
-        model, tokenizer = _load(path)
+        model, tokenizer = _load(path) if head is None else _load_head(head, path, heads)
         if target_tokenizer is not None:
             model, tokenizer = _translating(model, tokenizer, target_tokenizer)
     info = _info(servers, connect, patience, tokenizer, model, path, offline_ok)
     _check_tokenizer(info, tokenizer, drafter, target_tokenizer)
-    name = "omnidraft"
+    name = head or "omnidraft"
     if isinstance(model, DraftModel):
         name = "draft_model"
         model.fit_vocabulary(info.vocab_size)
@@ -269,6 +292,34 @@ def _run(
             if pieces:
                 yield pieces
         return _result(client.result, config.method, len(ids), tokenizer)
+
+
+def _check_models(
+    head: str | None,
+    drafter: str | None,
+    target_tokenizer: str | None,
+    target: str | None,
+    heads: str | None,
+) -> None:
+    """Raise InvalidArgument for a model that the method does not use."""
+    with_head, without = (("target", target), ("heads", heads)), (
+        ("drafter", drafter), ("target_tokenizer", target_tokenizer),
+    )  # fmt: skip
+    for name, value in without if head else with_head:
+        if value is not None:
+            allowed = f"none with the head {head}" if head else "none without the method of a head"
+            raise InvalidArgument(name, value, allowed)
+
+
+def _load_head(kind: str, path: Path, heads: str | None) -> tuple[HeadDrafter, Tokenizer]:
+    """Load a head and what it needs of its target, and the target's tokenizer."""
+    from paceline.gguf_folder import model_folder
+    from paceline.loading import load_head_drafter
+    from paceline.models.llama_config import LlamaConfig
+    from paceline.tokenizer import load_tokenizer
+
+    longest = LlamaConfig.from_folder(model_folder(path)).context_length
+    return load_head_drafter(kind, path, heads, kv_tokens=longest), load_tokenizer(path)
 
 
 def _load(path: Path) -> tuple[DraftModel, Tokenizer]:
@@ -319,12 +370,13 @@ def _info(
     connect: Any,
     patience: Any,
     tokenizer: Tokenizer,
-    model: DraftModel | OmniDraft,
+    model: DraftModel | OmniDraft | HeadDrafter,
     path: Path,
     offline_ok: bool,
 ) -> TargetInfo:
     """What the servers say of their target; offline, the drafter's own sizes."""
     from paceline.drafters.draft_model import DraftModel
+    from paceline.drafters.head import HeadDrafter
     from paceline.rpc.errors import ServerUnavailable
     from paceline.rpc.remote_target import TargetInfo, get_model
     from paceline.tokenizer import eos_token_ids
@@ -336,6 +388,12 @@ def _info(
         if not offline_ok:
             raise
         err.print(f"offline: {error}", style="yellow", highlight=False, soft_wrap=True)
+        if isinstance(model, HeadDrafter):
+            return TargetInfo(
+                vocab_size=model.target.vocab_size,
+                context_length=model.target.context_length,
+                eos_token_ids=eos_token_ids(path),
+            )
         own = model if isinstance(model, DraftModel) else model.model
         return TargetInfo(
             vocab_size=own.vocab_size if own is model else tokenizer.vocab_size,
@@ -369,6 +427,7 @@ def _result(
         "rounds_ahead_right": counters.ahead_right,
         "bytes_up_per_round": counters.bytes_up / answered,
         "bytes_down_per_round": counters.bytes_down / answered,
+        "states_bytes_per_token": counters.states_bytes / max(1, stats.num_tokens),
         "num_failures": counters.num_failures,
         "num_resumed": counters.num_resumed,
         "direct_rounds": counters.direct_rounds,

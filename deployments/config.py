@@ -27,7 +27,7 @@ from paceline.deployments.diffusion_plan import (
 from paceline.deployments.vllm_plan import chain_plan
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.masked_folder import MASKED_DRAFTERS, masked_kind
-from paceline.methods import DRAFTERS, METHODS, VLLM_METHODS, Method
+from paceline.methods import DRAFTER_PARTS, DRAFTERS, METHODS, VLLM_METHODS, Method
 from paceline.model_names import ADAPTER_NAME, pin_model, resolve_model
 from paceline.plan import resolve
 from paceline.rpc.access import Limits
@@ -313,7 +313,13 @@ class DrafterConfig(_GpuReplicas):
     method: str | None = Field(
         None,
         description="Method whose drafter the replicas host where there is no draft model, such as "
-        "suffix_decoding: one that needs nothing but tokens.",
+        "suffix_decoding or eagle3: one that needs nothing but tokens, or a head, to which the "
+        "targets send their states.",
+    )
+    states: Literal["int8", "bfloat16", "float32"] = Field(
+        "int8",
+        description="How targets encode their states for a head: int8 has a scale for each 32 "
+        "numbers.",
     )
     max_sessions: int = Field(256, ge=1, description="Sessions that one replica may draft for.")
     deadline_s: float = Field(
@@ -627,6 +633,11 @@ class DeploymentConfig(_Block):
             return "draft_model"
         return METHODS[self.drafter.method].drafter or ""
 
+    @property
+    def hosts_head(self) -> bool:
+        """Whether drafter replicas host a head of the target."""
+        return DRAFTER_PARTS[self.hosted_drafter].reads_sent_states
+
     def with_local_models(self, *, target_weights: bool = True) -> DeploymentConfig:
         """The config with paths in place of models' names; downloads models if needed.
 
@@ -809,7 +820,7 @@ def _shown(key: str, value: Any) -> Any:
 
 def hosted_methods() -> list[str]:
     """Names of the methods whose drafter a drafter replica can host without a draft model."""
-    return [method.name for method in METHODS.values() if _needs_tokens_alone(method)]
+    return [method.name for method in METHODS.values() if _drafts_anywhere(method)]
 
 
 def _check_hosted(config: DeploymentConfig, name: str) -> None:
@@ -823,9 +834,11 @@ def _check_hosted(config: DeploymentConfig, name: str) -> None:
         raise InvalidArgument("drafter.method", name, f"null with engine {config.engine}")
 
 
-def _needs_tokens_alone(method: Method) -> bool:
-    reads_more = method.needs or method.uses or method.reads_constraint
-    return method.drafter in DRAFTERS and not reads_more
+def _drafts_anywhere(method: Method) -> bool:
+    """Whether tokens are enough for its drafter, or states of the target that can be sent."""
+    if method.drafter not in DRAFTERS or method.uses or method.reads_constraint:
+        return False
+    return not method.needs or DRAFTER_PARTS[method.drafter].reads_sent_states
 
 
 def _default_method(config: DeploymentConfig) -> Method:

@@ -76,6 +76,10 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                  (_ratio("verify_seconds", "rounds", "method"), "verify {{method}}")],
             ),
             ("Drafters lost", "ops", [(_rate("drafters_lost", "method"), "{{method}}")]),
+            (
+                "States sent for a token", "bytes",
+                [(_ratio("states_bytes", "generation_tokens", "method"), "{{method}}")],
+            ),
         ),
     ),
     (

@@ -28,10 +28,26 @@ HEALTH_TIMEOUT_S = 10.0
 
 def _load(config: DeploymentConfig) -> tuple[Drafter, int, int | None]:
     """The drafter, the size of its vocabulary, and its context length in tokens (None: any)."""
-    from paceline.loading import limit_threads, load_drafter, load_masked_drafter, make_drafter
+    from paceline.loading import (
+        limit_threads,
+        load_drafter,
+        load_head_drafter,
+        load_masked_drafter,
+        make_drafter,
+    )
 
     folder, model = config.drafter_folder, config.model
     limit_threads(config.num_threads(config.drafter.num_cpus))
+    if config.hosts_head:
+        head = load_head_drafter(
+            config.hosted_drafter,
+            config.target_folder,
+            model.heads,
+            dtype=model.dtype,
+            device=model.drafter_device or model.device,
+            kv_tokens=model.kv_tokens,
+        )
+        return head, head.target.vocab_size, head.target.context_length
     if folder is None:
         drafter, vocab_size = make_drafter(config.hosted_drafter, config.target_folder)
         return drafter, vocab_size, None
@@ -63,8 +79,9 @@ class DrafterDeployment:
     ) -> None:
         self._follower: WeightsFollower | None = None
         self._tracing = config.tracing.start("paceline-drafter")
-        # A drafter needs the target's tokenizer, not its weights.
-        config = await asyncio.to_thread(config.with_local_models, target_weights=False)
+        # A drafter needs the target's tokenizer, a head also its embedding and output layer.
+        weights = config.hosts_head
+        config = await asyncio.to_thread(config.with_local_models, target_weights=weights)
         drafter, vocab_size, context_length = await asyncio.to_thread(_load, config)
         from paceline.rpc.draft_service import DraftServicer  # its imports are loaded already
 
@@ -74,6 +91,7 @@ class DrafterDeployment:
             vocab_size=vocab_size,
             context_length=context_length,
             max_sessions=config.drafter.max_sessions,
+            states=config.drafter.states,
             tracing=self._tracing,
         )
         tls = config.data_plane_tls

@@ -91,6 +91,7 @@ METRICS = (
     # The denoise loop (`engine: diffusion`), by schedule.
     Metric("denoising_forwards", "counter", "Forwards of the masked model.", _METHOD),
     Metric("denoising_blocks", "counter", "Blocks of text that it finished.", _METHOD),
+    Metric("states_bytes", "counter", "Bytes of states sent to drafters elsewhere.", _METHOD),
     # Requests.
     Metric("generation_tokens", "counter", "Generated tokens.", _METHOD),
     Metric("prompt_tokens", "counter", "Prompt tokens of admitted sessions."),
@@ -195,6 +196,7 @@ class Exporter:
             total("draft_seconds", counts.draft_seconds)
             total("verify_seconds", counts.verify_seconds)
             total("drafters_lost", counts.num_drafters_lost)
+            total("states_bytes", counts.states_bytes)
             total("generation_tokens", counts.num_tokens)
             if method in DIFFUSION_METHODS:
                 total("denoising_forwards", counts.num_forwards)

@@ -259,6 +259,7 @@ class TargetDeployment:
             status["draft_frames"] = drafts.num_frames
             status["draft_wait_seconds"] = drafts.wait_seconds
             status["draft_compute_seconds"] = drafts.draft_seconds
+            status["states_bytes"] = drafts.states_bytes
         return status
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

@@ -36,6 +36,7 @@ class MethodCounters:
         accepted_per_position: entry ``i`` counts accepted tokens at depth ``i + 1``.
         draft_seconds, verify_seconds: sums over rounds.
         num_drafters_lost: sessions that lost their drafter and continued as AR.
+        states_bytes: of the target's states, sent to drafters in other processes.
     """
 
     num_rounds: int = 0
@@ -50,6 +51,7 @@ class MethodCounters:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     num_drafters_lost: int = 0
+    states_bytes: int = 0
 
     def add(self, stats: SessionStatistics) -> None:
         """Add a session's statistics."""
@@ -63,6 +65,7 @@ class MethodCounters:
         self.draft_seconds += stats.draft_seconds
         self.verify_seconds += stats.verify_seconds
         self.num_drafters_lost += stats.drafter_lost
+        self.states_bytes += stats.states_bytes
         _add(self.drafts_per_position, stats.drafted_by_depth)
         _add(self.accepted_per_position, stats.accepted_by_depth)
 

@@ -14,6 +14,7 @@ from paceline.diffusion.runner import BlockRunner
 from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.diffuspec import DiffuSpec
 from paceline.drafters.draft_model import DraftModel
+from paceline.drafters.head import HeadDrafter
 from paceline.drafters.non_autoregressive import NonAutoregressive
 from paceline.drafters.omnidraft import OmniDraft, Translator
 from paceline.engine import Engine, EngineLimits
@@ -29,6 +30,7 @@ from paceline.models.architectures import MODEL_TYPES
 from paceline.models.base import ModelRunner
 from paceline.models.gguf import GgufRunner
 from paceline.models.heads import HeadLibrary, heads_folder
+from paceline.models.heads.layer import distant_target
 from paceline.models.layouts import read_config
 from paceline.models.llama import LlamaRunner
 from paceline.numerics import refuse_portable
@@ -205,6 +207,52 @@ def make_drafter(name: str, target: str | Path) -> tuple[Drafter, int]:
 
     vocab_size = int(_config(resolve_model(target, weights=False))["vocab_size"])
     return DRAFTERS[name](DrafterContext(vocab_size, refuse, refuse, refuse)), vocab_size
+
+
+def load_head_drafter(
+    kind: str,
+    target: str | Path,
+    heads: str | Path | None = None,
+    *,
+    dtype: str = "float32",
+    device: str = "auto",
+    kv_tokens: int | None = None,
+) -> HeadDrafter:
+    """A trained head that drafts where its target is not, from states that the target sends.
+
+    It reads the head's folder and, of the target, configuration, embedding and output layer; and
+    the layers that a head says it runs itself.
+
+    Args:
+        kind: of the head, as in the catalogue.
+        target: folder or name; its files must be there.
+        heads: as :func:`load_engine`.
+        dtype, device: of what is loaded.
+        kv_tokens: tokens of all sessions together.
+
+    Raises:
+        ModelNotFound, InvalidArgument: as :meth:`paceline.models.heads.HeadLibrary.load`; or the
+            head reads more of the target than states.
+    """
+    folder = model_folder(resolve_model(target))
+    found = resolve_heads(heads) if heads else heads_folder(folder)
+    if dtype not in FLOATS:
+        dtype = "float32"  # of activations, whatever the target's weights are
+    alone = distant_target(
+        folder, dtype=DTYPES[dtype], device=pick_device(device), kv_tokens=kv_tokens
+    )
+    drafter = DRAFTERS[kind](
+        DrafterContext(
+            alone.config.vocab_size, _needs_target, _needs_target,
+            HeadLibrary(found, folder, alone).load,
+        )
+    )  # fmt: skip
+    assert isinstance(drafter, HeadDrafter)
+    return drafter
+
+
+def _needs_target(*_: object) -> Any:
+    raise InvalidArgument("drafter", "one beside the target", "a drafter that can be elsewhere")
 
 
 def load_translating_drafter(

@@ -227,7 +227,7 @@ def _with_head(kind: str) -> DrafterPart:
 
         return HeadDrafter(context.head(kind))
 
-    return DrafterPart(make=make, replay="tree")
+    return DrafterPart(make=make, replay="tree", reads_sent_states=True)
 
 
 def _with_memory(kind: str) -> DrafterPart:

@@ -54,6 +54,10 @@ A list is written as JSON: `--set 'name=["a", "b"]'`.
 `coupled` give exactly the tokens of plain autoregressive decoding with the same seed (**AR's
 tokens**); the others keep its distribution. Methods that can change the output (**lossy**) require
 `allow_lossy: true`. **Needs** lists what the drafter needs from the target beyond committed tokens.
+
+**Drafts** says where the drafter can be: **anywhere**, that is beside the target, in drafter
+replicas (topology `actors`) and on a device; anywhere **with states**, which the target sends it
+([protocol.md](protocol.md#states-for-heads)); or only **beside the target**, because it reads more.
 """
 
 
@@ -76,7 +80,7 @@ def markdown() -> str:
 def _overview() -> Iterator[str]:
     yield "## All methods\n"
     yield _table(
-        ("method", "drafter", "shape", "acceptance", "length", "output", "needs"),
+        ("method", "drafter", "shape", "acceptance", "length", "output", "needs", "drafts"),
         (
             (
                 f"[`{m.name}`](#{m.name})",
@@ -86,6 +90,7 @@ def _overview() -> Iterator[str]:
                 f"`{m.length}`",
                 _promise(m),
                 ", ".join(sorted(f"`{need.value}`" for need in m.needs)) or "–",
+                _place(m),
             )
             for m in METHODS.values()
         ),
@@ -125,6 +130,18 @@ def _overview() -> Iterator[str]:
 
 def _set(knobs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in knobs.items() if value is not None}
+
+
+def _place(method: Method) -> str:
+    """Where a method's drafter can be."""
+    if method.drafter == "none":
+        return "–"
+    if method.reads_constraint or (method.needs and method.uses):
+        return "beside the target"
+    if not method.needs:
+        return "anywhere"
+    sent = DRAFTER_PARTS[method.drafter].reads_sent_states
+    return "with states" if sent else "beside the target"
 
 
 def _promise(method: Method) -> str:

@@ -9,6 +9,7 @@ from paceline.config import SpeculationConfig
 from paceline.constraints import Constraint
 from paceline.errors import InvalidArgument
 from paceline.sampling import SamplingParams
+from paceline.types import Need
 
 MAX_PRIORITY = 1000
 
@@ -35,6 +36,7 @@ class Request:
         adapter: name of one of the target's adapters; "" is the target as it is.
         teaches_drafter: the draft model may learn from the places where it is wrong in this
             session (:mod:`paceline.rejections`).
+        needs: what a client that drafts reads of the target beyond committed tokens.
         continuations: sequences of token ids that may follow the prompt. The target reads all of
             them in one tree, and tells for each one its log-probabilities and the token after it;
             see :class:`paceline.engine.scores.ScoredTree`.
@@ -53,6 +55,7 @@ class Request:
     constraint: Constraint | None = None
     adapter: str = ""
     teaches_drafter: bool = False
+    needs: frozenset[Need] = frozenset()
     continuations: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:

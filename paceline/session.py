@@ -62,6 +62,7 @@ class SessionStatistics:
     verify_seconds: float = 0.0
     drafter_failures: int = 0
     drafter_lost: bool = False
+    states_bytes: int = 0  # of the target's states, sent to a drafter in another process
     started_at: float = field(default_factory=time.perf_counter)
     admitted_at: float | None = None
     prefilled_at: float | None = None
@@ -196,7 +197,7 @@ class Session:
         if params.prompt_logprobs is not None:
             self.prompt_logprobs.append(TokenLogprobs(self.token_ids[0], None))
         self.branches: Draft | None = None
-        self.num_known, self.teaches_drafter = 0, False
+        self.num_known, self.teaches_drafter, self.client_needs = 0, False, frozenset[Need]()
         self._decoder = None
         if tokenizer is not None:
             self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens)
@@ -263,7 +264,7 @@ class Session:
 
     @property
     def needs(self) -> frozenset[Need]:
-        return self.plan.needs
+        return self.plan.needs | self.client_needs
 
     @property
     def output_ids(self) -> list[int]:

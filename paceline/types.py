@@ -37,6 +37,34 @@ class Need(enum.Enum):
     SHARED_MODEL = "shared_model"
 
 
+@dataclass(frozen=True, slots=True)
+class StatesLayout:
+    """Which states of the target a drafter reads, and where they stand in what it is sent.
+
+    Attributes:
+        need: ``HIDDEN_STATES``, after the final norm, or ``LAYER_STATES``, after layers.
+        layers: with ``LAYER_STATES``, the numbers of these layers from 1, in the order in which
+            their states are sent.
+        hidden_size: numbers in one state.
+    """
+
+    need: Need
+    layers: tuple[int, ...]
+    hidden_size: int
+
+    @property
+    def num_values(self) -> int:
+        """Numbers for each token."""
+        return max(1, len(self.layers)) * self.hidden_size
+
+    def take(self, extras: Mapping[Need, torch.Tensor]) -> torch.Tensor:
+        """These states, from what a forward computed.  # [num_tokens, num_values]"""
+        computed = extras[self.need]
+        if self.need is Need.LAYER_STATES:
+            computed = computed[:, [number - 1 for number in self.layers]]
+        return computed.flatten(1)
+
+
 class Draws(enum.Enum):
     """How an acceptance rule wants the children of a node to be chosen above temperature 0.
 

@@ -17,7 +17,7 @@ from paceline.drafters.base import Drafter, at_once
 from paceline.engine import Engine, RoundEvent
 from paceline.errors import InvalidArgument
 from paceline.knobs import Knobs
-from paceline.methods import METHODS, Method
+from paceline.methods import DRAFTER_PARTS, METHODS, Method
 from paceline.plan import resolve
 from paceline.request import Request
 from paceline.rpc.ahead import MAX_IN_FLIGHT
@@ -27,6 +27,7 @@ from paceline.rpc.errors import ServerUnavailable
 from paceline.rpc.ladder import Ladder, Mode
 from paceline.rpc.reconnect import Connect, Patience, RemoteCounters
 from paceline.rpc.remote_target import RemoteTarget, TargetInfo, get_model
+from paceline.rpc.states import StatesCodec
 from paceline.sampling import SamplingParams
 from paceline.session import Session, SessionStatistics
 from paceline.tokenizer import Tokenizer, fingerprint
@@ -80,13 +81,15 @@ class CopyAhead(Drafter):
 
 
 class DeviceDrafter(Drafter):
-    """A drafter of a remote target: it does not draft again what has left ahead of its time."""
+    """A drafter of a remote target: it does not draft again what has left ahead of its time.
 
-    needs: frozenset[Need] = frozenset()
+    A head reads the states that have come with the answers.
+    """
 
     def __init__(self, drafter: Drafter, target: RemoteTarget) -> None:
         self._drafter = drafter
         self._target = target
+        self.needs = drafter.needs
 
     def check_knobs(self, knobs: Knobs) -> None:
         """As the drafter's own."""
@@ -101,6 +104,8 @@ class DeviceDrafter(Drafter):
     def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         drafts = [self._known(session) for session in sessions]
         asking = [i for i, draft in enumerate(drafts) if draft is None]
+        if self._drafter.states is not None and self._drafter.needs:
+            asking = [i for i in asking if self._target.read_states(sessions[i], self._drafter)]
         if asking:
             made = self._drafter.propose(
                 [sessions[i] for i in asking], [budgets[i] for i in asking]
@@ -116,7 +121,9 @@ class DeviceDrafter(Drafter):
 
     def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         """Tell the drafter what became of drafts, except after it has drafted on guesses: then it
-        looks at the tokens."""
+        looks at the tokens. A head gets the states instead."""
+        if self._drafter.needs:
+            return
         told = [
             (session, outcome)
             for session, outcome in zip(sessions, outcomes, strict=True)
@@ -180,7 +187,8 @@ class DeviceClient:
     Args:
         servers: addresses HOST:PORT of servers with the same model; it uses the first that works.
         drafters: by name as in the catalogue; those that need a model.
-        speculation: a method whose drafter needs tokens only, and its knobs.
+        speculation: a method whose drafter needs tokens only, or is a head that reads states which
+            the server sends, and its knobs.
         info: of the target; None asks the servers.
         tokenizer: the target's, for text and stop strings.
         connect: makes a channel to an address; the place for TLS and credentials.
@@ -191,6 +199,8 @@ class DeviceClient:
         modes: allowed ways to get tokens, beginning with the first; without "server" where the
             target cannot run its default method.
         max_in_flight: rounds under way at a time.
+        states: how the server encodes its states for a head, one of
+            :data:`paceline.rpc.states.ENCODINGS`.
         direct: makes a channel to a target past the gateway (``open_direct``), where gateways give
             tickets; None: all rounds go through the gateway.
         on_unverified: called while no server answers, each time that the drafter has decoded more
@@ -217,6 +227,7 @@ class DeviceClient:
         numerics_mismatch: str = "refuse",
         modes: Sequence[Mode] = LADDER,
         max_in_flight: int = MAX_IN_FLIGHT,
+        states: str = "int8",
         direct: ConnectDirect | None = None,
         on_unverified: Callable[[Sequence[int]], None] = lambda token_ids: None,
         catalogue: Mapping[str, Method] = METHODS,
@@ -261,6 +272,8 @@ class DeviceClient:
         name = resolve(self.config, catalogue).method.drafter
         if name != "none":
             own = self._engine.local_drafter(name)
+            if own.needs and own.states is not None:
+                self.target.states = StatesCodec(own.states, states)
             if own.rewinds:
                 self.target.ahead.draft = lambda session, budget: at_once(
                     own.propose([session], [budget])
@@ -370,18 +383,21 @@ def checked_speculation(
     """A configuration that works away from the target.
 
     Raises:
-        InvalidArgument: its drafter needs more of the target than tokens, servers do not verify
-            clients' drafts with its rule, or its controller reads the target's states.
+        InvalidArgument: its drafter needs more of the target than tokens, or states that can be
+            sent; servers do not verify clients' drafts with its rule; or its controller reads the
+            target's states.
     """
     given = (config or SpeculationConfig(method="draft_model")).overrides()
     plan = resolve(SpeculationConfig(**given), catalogue)
     if plan.method.length == "goodput" and plan.config.num_speculative_tokens:
         # The controller that counts the way to the target and back.
         plan = resolve(SpeculationConfig(**{"length": "round_trip", **given}), catalogue)
-    if plan.needs:
+    part = DRAFTER_PARTS.get(plan.method.drafter)
+    if plan.needs and not (part is not None and part.reads_sent_states):
         raise InvalidArgument(
             "method", plan.method.name,
-            "a method whose drafter needs tokens only: this one's needs the target's "
+            "a method whose drafter needs tokens, or states that can be sent: this one's needs the "
+            "target's "
             + ", ".join(sorted(need.value for need in plan.needs)),
         )  # fmt: skip
     if plan.rule.name not in ("coupled", "greedy"):

@@ -22,6 +22,7 @@ from paceline.rpc.messages import (
     sampling_to_message,
     speculation_to_message,
 )
+from paceline.rpc.states import StatesFeed, count_states
 from paceline.rpc.tls import ClientTls
 from paceline.tree import clip, height
 from paceline.types import EMPTY_DRAFT, Budget, Draft
@@ -57,6 +58,7 @@ class RemoteDrafterCounters:
     num_late: int = 0  # frames that missed the deadline
     num_refused: int = 0  # frames that were not sent, as no drafter answers
     num_connections: int = 0
+    states_bytes: int = 0  # of the target's states, for heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class DraftConnection:
         tls: None is plain text.
         vocab_size: of the target; a draft with other tokens counts as a failure.
         load: learns what replies tell of the drafter's load.
+        feed: the target's states, for a drafter that reads some.
         lock: guards what both the engine's thread and the reader of replies touch. Its owner holds
             it when it calls :meth:`ask`, :meth:`close_session` or :meth:`greet`.
 
@@ -114,6 +117,7 @@ class DraftConnection:
         pid: of the drafter; 0 until its first reply: not usable yet.
         pending: frames without an answer, by round.
         told: by session id, the number of tokens that the drafter has.
+        fed: by session id, the number of first tokens up to which it has their states.
         ahead: drafts that the drafter expects to be asked for next, by session id.
     """
 
@@ -125,6 +129,7 @@ class DraftConnection:
         vocab_size: int,
         counters: RemoteDrafterCounters,
         load: DrafterLoad,
+        feed: StatesFeed,
         lock: threading.Lock,
     ) -> None:
         self.address = address
@@ -135,11 +140,13 @@ class DraftConnection:
             self._channel = grpc.secure_channel(address, tls.credentials(), options=options)
         self.pending: dict[int, Frame] = {}
         self.told: dict[str, int] = {}
+        self.fed: dict[str, int] = {}
         self.ahead: dict[str, Ahead] = {}
         self.pid = 0
         self._vocab_size = vocab_size
         self._counters = counters
         self._load = load
+        self._feed = feed
         self._lock = lock
         self._outbox: queue.SimpleQueue[draft_pb2.ProposeFrame | None] = queue.SimpleQueue()
         self._answered: tuple[int, Frame] | None = None  # the last frame
@@ -175,6 +182,7 @@ class DraftConnection:
         if self.told.pop(session_id, None) is None:
             return
         self.ahead.pop(session_id, None)
+        self.fed.pop(session_id, None)
         frame = draft_pb2.ProposeFrame()
         frame.items.add(session_id=session_id, close=True)
         self._send(frame, [])
@@ -208,7 +216,30 @@ class DraftConnection:
             told = 0
         item.base_length = min(told, session.length)  # it may have been truncated
         item.new_token_ids.extend(session.token_ids[item.base_length :])
-        self.told[session.session_id] = session.length
+        length = item.base_length + len(item.new_token_ids)
+        self.told[session.session_id] = length
+        self._add_states(item, session, length)
+
+    def _add_states(self, item: draft_pb2.ProposeItem, session: SessionView, length: int) -> None:
+        """Add the states that the drafter has not got; of many, earlier frames take the most."""
+        if self._feed.codec is None:
+            return
+        name = session.session_id
+        pieces = self._feed.pieces(session, self.fed.get(name, 0), length - 1)
+        if not pieces:
+            return
+        last = pieces[-1]
+        self.fed[name] = last.first_position + last.num_positions
+        self._counters.states_bytes += count_states(session, pieces)
+        for piece in pieces[:-1]:
+            frame = draft_pb2.ProposeFrame(items=[item])
+            frame.items[0].max_depth = 0
+            frame.items[0].states.CopyFrom(piece)
+            self._send(frame, [])
+            item.ClearField("open")
+            item.ClearField("new_token_ids")
+            item.base_length = length
+        item.states.CopyFrom(last)
 
     def _send(
         self,
@@ -241,7 +272,7 @@ class DraftConnection:
     # --- replies --------------------------------------------------------------------------------
 
     def on_reply(self, reply: draft_pb2.ProposeReply) -> AskList:
-        """Complete the futures that a reply answers.
+        """Complete the futures that a reply answers, and note which states the drafter reads.
 
         Returns:
             what must be asked for again, with whole contexts: the drafter has lost its place.
@@ -249,6 +280,8 @@ class DraftConnection:
         if reply.ahead:
             self._expect(reply)
             return []
+        if reply.HasField("states"):
+            self._feed.use(reply.states)
         with self._lock:
             frame = self.pending.pop(reply.round, None)
         self._load.sessions = reply.num_sessions
@@ -305,6 +338,7 @@ class DraftConnection:
                 refused = from_status(result.error)
                 with self._lock:
                     self.told.pop(session.session_id, None)
+                    self.fed.pop(session.session_id, None)
                 if isinstance(refused, (SessionNotFound, PrefixDiverged)) and not frame.retried:
                     again.append(ask)
                 else:

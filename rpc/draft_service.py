@@ -35,7 +35,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """Hosts a local drafter, and drafters that use it, for the sessions of any number of targets.
 
     Args:
-        drafter: must not need anything from the target but its tokens.
+        drafter: must not need anything from the target but its tokens, or states that can be sent
+            (:attr:`Drafter.states`).
         name: of the drafter in the catalogue. The service makes drafters that use it when a session
             wants them. None gives the sessions of any method to ``drafter``.
         vocab_size: token ids must be below it.
@@ -43,10 +44,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         max_sessions: of all streams together.
         idle_timeout_s: seconds without a call after which the service closes unary sessions, and
             seconds until the first frame of a stream.
+        states: how targets encode their states for this drafter, if it reads some: one of
+            :data:`paceline.rpc.states.ENCODINGS`.
         tracing: None traces nothing.
 
     Raises:
-        InvalidArgument: the drafter needs the target's logits, states or weights.
+        InvalidArgument: the drafter needs the target's logits or weights.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         catalogue: Mapping[str, Method] = METHODS,
         max_sessions: int = 256,
         idle_timeout_s: float = 120.0,
+        states: str = "int8",
         tracing: Tracing | None = None,
     ) -> None:
         self._host = DraftHost(
@@ -68,6 +72,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             context_length=context_length,
             catalogue=catalogue,
             max_sessions=max_sessions,
+            states=states,
             tracing=tracing,
         )
         self._batches = DraftBatches(self._host)
@@ -105,6 +110,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             round=begun.frame.round, drafter_pid=os.getpid(),
             draft_seconds=begun.drafted.result(), num_sessions=self.num_sessions,
         )  # fmt: skip
+        if begun.frame.round <= 1 and self._host.codec is not None:
+            reply.states.CopyFrom(self._host.codec.to_message())
         for draft in mirrors.answer(begun.step):
             result = reply.results.add()
             if isinstance(draft, Draft):

@@ -15,11 +15,11 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from paceline.drafters.base import Drafter
 from paceline.errors import DrafterUnavailable, InvalidArgument
 from paceline.rpc.draft_connection import AskList, RemoteDrafterCounters, fail, succeed
 from paceline.rpc.drafter_places import DrafterLoad, DrafterPlaces
 from paceline.rpc.remote_drafter import RemoteDrafter
+from paceline.rpc.states import StatesForwarder
 from paceline.rpc.tls import ClientTls
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need
 from paceline.view import SessionView
@@ -30,7 +30,7 @@ _NUM_ENDED = 1024
 """Ended sessions whose drafter is still known, for their last reply."""
 
 
-class DrafterPool(Drafter):
+class DrafterPool(StatesForwarder):
     """Drafts from any number of DraftService replicas, for all sessions of an engine.
 
     A draft that fails is asked for at another replica. If there is none, its session goes on
@@ -44,7 +44,6 @@ class DrafterPool(Drafter):
     """
 
     needs: frozenset[Need] = frozenset()
-    elsewhere = True
     shadows = True
     recovers = True
 
@@ -56,6 +55,7 @@ class DrafterPool(Drafter):
         deadline_s: float = 2.0,
         tls: ClientTls | None = None,
     ) -> None:
+        super().__init__()
         self._vocab_size = vocab_size
         self._deadline_s = deadline_s
         self._tls = tls
@@ -78,7 +78,7 @@ class DrafterPool(Drafter):
                 if address not in self._remotes:
                     self._remotes[address] = RemoteDrafter(
                         address, vocab_size=self._vocab_size, deadline_s=self._deadline_s,
-                        tls=self._tls,
+                        tls=self._tls, feed=self._feed,
                     )  # fmt: skip
             for remote in gone:
                 _add(self._past, remote.counters)
@@ -156,6 +156,7 @@ class DrafterPool(Drafter):
 
     def close(self, session: SessionView) -> None:
         """Tell the session's drafter to free its state."""
+        super().close(session)
         name = session.session_id
         with self._lock:
             self._paused.pop(name, None)
@@ -165,7 +166,7 @@ class DrafterPool(Drafter):
                 if len(self._ended) > _NUM_ENDED:
                     del self._ended[next(iter(self._ended))]
             if address in self._remotes:
-                self._remotes[address].close(session)
+                self._remotes[address].leave(session)
 
     def propose(
         self, sessions: Sequence[SessionView], budgets: Sequence[Budget]
@@ -197,7 +198,7 @@ class DrafterPool(Drafter):
     ) -> None:
         asking = {session.session_id: session for session in sessions}
         for name, source in self._places.rebalance(asking, loads, now):
-            self._remotes[source].close(asking[name])
+            self._remotes[source].leave(asking[name])
         if now >= self._probe_at:  # drafters without own sessions tell nothing by themselves
             self._probe_at = now + RETRY_S
             for address in loads.keys() - set(self._places.of.values()):
@@ -212,7 +213,7 @@ class DrafterPool(Drafter):
         if not loads:
             return ""
         if before and before not in loads and before in self._remotes:  # it answers too late
-            self._remotes[before].close(session)
+            self._remotes[before].leave(session)
         self._ended.pop(name, None)
         return self._places.place(name, loads, now)
 
@@ -252,7 +253,7 @@ class DrafterPool(Drafter):
                 fail([ask], error.__cause__)
                 return
             if address in self._remotes:
-                self._remotes[address].close(session)
+                self._remotes[address].leave(session)
             self._places.of[name] = ""
             loads = self._loads()
             loads.pop(address, None)

@@ -31,6 +31,7 @@ from paceline.rpc.messages import (
     speculation_from_message,
     tokens_from_message,
 )
+from paceline.rpc.states import StatesCodec, StatesReader
 from paceline.rpc.tracing import Span, Tracing
 from paceline.session import Session
 from paceline.tree import accepted_path, clip, is_chain
@@ -47,10 +48,13 @@ NO_VERIFICATION = Verification(torch.empty(0, 0))
 class Mirror:
     """A target's session as this drafter knows it."""
 
-    __slots__ = ("ahead", "asked", "draft", "num_drafts", "ready", "session", "span", "touched_at")
+    __slots__ = (
+        "ahead", "asked", "draft", "num_drafts", "ready", "session", "span", "states", "touched_at",
+    )  # fmt: skip
 
-    def __init__(self, session: Session, span: Span | None) -> None:
+    def __init__(self, session: Session, span: Span | None, states: StatesReader | None) -> None:
         self.session = session
+        self.states = states  # None: its drafter reads none
         self.span = span
         self.num_drafts = 0
         self.draft = EMPTY_DRAFT  # after these tokens, to find the accepted path in
@@ -119,7 +123,7 @@ class DraftHost:
     Args: as :class:`paceline.rpc.draft_service.DraftServicer`.
 
     Raises:
-        InvalidArgument: the drafter needs the target's logits, states or weights.
+        InvalidArgument: the drafter needs more of the target than tokens and states.
     """
 
     def __init__(
@@ -131,16 +135,18 @@ class DraftHost:
         context_length: int | None,
         catalogue: Mapping[str, Method],
         max_sessions: int,
+        states: str,
         tracing: Tracing | None,
     ) -> None:
-        if drafter.needs:
+        if drafter.needs and drafter.states is None:
             needs = ", ".join(sorted(need.value for need in drafter.needs))
             raise InvalidArgument(
                 "drafter",
                 type(drafter).__name__,
-                f"a drafter that needs only tokens (this one needs {needs}: host it in the "
-                "target's process)",
+                f"a drafter that needs only tokens, or states that can be sent (this one needs "
+                f"{needs}: host it in the target's process)",
             )
+        self.codec = None if drafter.states is None else StatesCodec(drafter.states, states)
         self.drafter = drafter
         self.drafters = DrafterSet({} if name is None else {name: drafter}, vocab_size)
         self.vocab_size = vocab_size
@@ -190,6 +196,20 @@ class DraftHost:
                 step.fail(error)
             return False
         return True
+
+    def read_states(self, mirror: Mirror, item: draft_pb2.ProposeItem) -> None:
+        """Give a mirror's drafter the target's states of an item, if it has some.
+
+        Raises:
+            InvalidArgument, PrefixDiverged: as :meth:`StatesReader.read`; or there are states, and
+                the drafter reads none.
+        """
+        if not item.HasField("states"):
+            return
+        if mirror.states is None:
+            raise InvalidArgument("states", "set", "nothing: this drafter reads tokens alone")
+        states = mirror.states.read(item.states, mirror.session.length)
+        self.drafter_of(mirror.session).read_states(mirror.session, torch.from_numpy(states))
 
     def tokens(self, field: str, token_ids: Sequence[int]) -> list[int]:
         """Token ids from a message.
@@ -256,6 +276,7 @@ class Mirrors:
                     continue
                 named.add(item.session_id)
                 mirror = self.apply(item, step.observed)
+                self._host.read_states(mirror, item)
                 budget = self._budget(item, mirror)
                 if budget.depth <= 0:
                     continue
@@ -270,6 +291,8 @@ class Mirrors:
                     continue
                 if mirror.asked is not None:  # drafters draft once after a token
                     mirror = self._reopen(item.session_id, mirror.session.length)
+                if mirror.states is not None:
+                    mirror.states.check_complete(mirror.session.length)
                 step.asking.append((i, mirror, budget))
             except PacelineError as error:
                 step.results[i] = error
@@ -361,7 +384,7 @@ class Mirrors:
             return mirror
         if tokens:
             outcome = mirror.advance(tokens)
-            if outcome is not None:
+            if outcome is not None and mirror.states is None:
                 observed.append((session, outcome))
         return mirror
 
@@ -381,14 +404,23 @@ class Mirrors:
         return self._open(item.session_id, session, host.begin_span(opening, plan.method.name))
 
     def _open(self, session_id: str, session: Session, span: Span | None) -> Mirror:
+        codec = self._host.codec
         self._host.drafter_of(session).open(session)
-        self._mirrors[session_id] = Mirror(session, span)
+        states = None if codec is None else StatesReader(codec)
+        self._mirrors[session_id] = Mirror(session, span, states)
         self._host.num_sessions += 1
         return self._mirrors[session_id]
 
     def _reopen(self, session_id: str, length: int) -> Mirror:
-        """Open the session anew with its first ``length`` tokens: drafters cannot roll back."""
+        """Open the session anew with its first ``length`` tokens: drafters cannot roll back.
+
+        Raises:
+            SessionNotFound: its drafter reads the target's states, which only the target has.
+        """
         mirror = self._mirrors[session_id]
+        if mirror.states is not None:
+            self.drop(session_id)
+            raise SessionNotFound(session_id)
         session, span, mirror.span = mirror.session, mirror.span, None
         self.drop(session_id)
         kept = session.token_ids[:length]
@@ -436,7 +468,8 @@ class Mirrors:
 def served_with(method: Method, name: str) -> bool:
     """Whether a drafter replica that hosts the drafter ``name`` can draft for a method.
 
-    It knows a session's tokens, and neither the target's states nor the request's constraint.
+    It knows a session's tokens and, for a head, the target's states, but not the request's
+    constraint.
     """
     if method.reads_constraint:
         return False

@@ -71,6 +71,7 @@ class RemoteCounters:
     rounds_sent: int = 0  # Verify frames, repeated and useless ones included
     bytes_up: int = 0  # of Verify frames, serialized
     bytes_down: int = 0  # of their answers
+    states_bytes: int = 0  # of the target's states in these answers
     sent_ahead: int = 0  # rounds that left before the answer to the round before
     ahead_right: int = 0  # rounds sent ahead whose guess came true
     num_opened: int = 0

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from paceline.drafters.base import Drafter
 from paceline.errors import DrafterUnavailable
 from paceline.rpc.draft_connection import AskList, DraftConnection, RemoteDrafterCounters, fail
 from paceline.rpc.drafter_places import DrafterLoad
 from paceline.rpc.errors import from_rpc_error
 from paceline.rpc.gen.paceline.v1 import draft_pb2
+from paceline.rpc.states import StatesFeed, StatesForwarder
 from paceline.rpc.tls import ClientTls
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Need
 
@@ -39,7 +39,7 @@ _FIRST_BACKOFF_S = 0.05
 _STUCK_AFTER = 5  # deadlines without an answer: the stream is stuck
 
 
-class RemoteDrafter(Drafter):
+class RemoteDrafter(StatesForwarder):
     """Drafts from a DraftService replica, for all sessions of an engine.
 
     It never blocks and never hangs: while no drafter answers, or one owes an answer that is past
@@ -53,13 +53,13 @@ class RemoteDrafter(Drafter):
         deadline_s: seconds until a draft counts as failed.
         max_backoff_s: longest pause between two attempts to connect.
         tls: each connection reads its files; None is plain text, for loopback and trusted networks.
+        feed: the target's states, which other drafters of a pool share; None: its own.
 
     Attributes:
         load: how long frames wait at the drafter, and how many sessions it has.
     """
 
     needs: frozenset[Need] = frozenset()
-    elsewhere = True
     shadows = True  # the tokens of later frames tell the drafter what became of its draft
 
     def __init__(
@@ -70,7 +70,9 @@ class RemoteDrafter(Drafter):
         deadline_s: float = 2.0,
         max_backoff_s: float = 2.0,
         tls: ClientTls | None = None,
+        feed: StatesFeed | None = None,
     ) -> None:
+        super().__init__(feed)
         self._resolve: Callable[[], str] = resolve if callable(resolve) else lambda: resolve
         self._vocab_size = vocab_size
         self._deadline_s = deadline_s
@@ -140,7 +142,12 @@ class RemoteDrafter(Drafter):
     # --- Drafter ----------------------------------------------------------------------------------
 
     def close(self, session: SessionView) -> None:
-        """Tell the drafter to free the session's state."""
+        """Forget the session here and at the drafter."""
+        super().close(session)
+        self.leave(session)
+
+    def leave(self, session: SessionView) -> None:
+        """Tell the drafter to free the session's state; another one may go on with it."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close_session(session.session_id)
@@ -152,7 +159,8 @@ class RemoteDrafter(Drafter):
         futures: list[Future[Draft]] = [Future() for _ in sessions]
         asks: AskList = []
         for session, budget, future in zip(sessions, budgets, futures, strict=True):
-            if min(budget.asked.depth, budget.asked.nodes) <= 0:
+            asks_none = min(budget.asked.depth, budget.asked.nodes) <= 0
+            if asks_none or (self.connected and self._feed.is_behind(session)):
                 future.set_result(EMPTY_DRAFT)  # AR: the drafter hears of the tokens later
             else:
                 asks.append((session, budget, future))
@@ -177,13 +185,13 @@ class RemoteDrafter(Drafter):
             fail(asks, DrafterUnavailable(reason))
 
     def _on_reply(self, connection: DraftConnection, reply: draft_pb2.ProposeReply) -> None:
+        again = connection.on_reply(reply)
         if not connection.pid:
             with self._lock:
                 self.pid = connection.pid = reply.drafter_pid
                 self.address = connection.address
                 self.counters.num_connections += 1
             self._ready.set()
-        again = connection.on_reply(reply)
         if again:
             self._ask(again, retried=True)
 
@@ -208,6 +216,7 @@ class RemoteDrafter(Drafter):
                 vocab_size=self._vocab_size,
                 counters=self.counters,
                 load=self.load,
+                feed=self._feed,
                 lock=self._lock,
             )
         except Exception as error:  # `resolve` is the caller's: whatever it raises, try again

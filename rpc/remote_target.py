@@ -31,6 +31,7 @@ from typing import Any
 import grpc
 import torch
 
+from paceline.drafters.base import Drafter
 from paceline.errors import FailedPrecondition, InvalidArgument, PacelineError
 from paceline.models.base import PseudoTokens
 from paceline.numerics import check_mismatch
@@ -41,6 +42,7 @@ from paceline.rpc.errors import ServerUnavailable, from_rpc_error
 from paceline.rpc.gen.paceline.v1 import generate_pb2, generate_pb2_grpc
 from paceline.rpc.ladder import Mode
 from paceline.rpc.reconnect import TRANSIENT, Connect, Patience, RemoteCounters, TargetServers
+from paceline.rpc.states import StatesCodec, StatesInbox
 from paceline.rpc.target_link import TargetLink
 from paceline.types import Draft, Need, Verification
 from paceline.view import SessionView
@@ -96,12 +98,12 @@ class RemoteTarget:
         ahead: how its sessions draft ahead; ``ahead.draft`` is None: the drafter cannot.
         servers: what its sessions have learned of the servers, with all counters.
         direct: how its sessions go past gateways.
+        states: which of the server's states its new sessions get; None: none.
     """
 
     num_layers = 0
     head_layers = 0.0
     kv_capacity = 2**31  # the server has its own limit, and says so
-    provides: frozenset[Need] = frozenset()
 
     def __init__(
         self,
@@ -136,12 +138,18 @@ class RemoteTarget:
             on_alone=on_alone,
         )
         self.direct = DirectOptions(connect=direct)
+        self.states: StatesCodec | None = None
         self._links: dict[str, TargetLink] = {}
 
     @property
     def counters(self) -> RemoteCounters:
         """Of everything that crossed the network."""
         return self.servers.counters
+
+    @property
+    def provides(self) -> frozenset[Need]:
+        """What drafters may need: the states that the server sends."""
+        return frozenset() if self.states is None else frozenset({self.states.layout.need})
 
     @property
     def goes_ahead(self) -> bool:
@@ -163,7 +171,8 @@ class RemoteTarget:
     def open(self, session: SessionView) -> None:
         """Open the session on a server, without waiting for it."""
         path = DirectPath(self.direct, self.servers.connect, self.counters)
-        link = TargetLink(session, self.servers, self.ahead, self.first_mode, path)
+        states = None if self.states is None else StatesInbox(self.states)
+        link = TargetLink(session, self.servers, self.ahead, self.first_mode, path, states)
         self._links[session.session_id] = link
 
     def close(self, session: SessionView) -> None:
@@ -187,11 +196,12 @@ class RemoteTarget:
         """Send all drafts, then wait for all verdicts; drafts ahead meanwhile.
 
         Raises:
-            InvalidArgument: ``wants`` is not empty.
+            InvalidArgument: ``wants`` has more than states that the server sends, which
+                :meth:`read_states` gives.
             ServerUnavailable: no server answers.
         """
-        if wants:
-            names = ", ".join(sorted(need.value for need in wants))
+        if wants - self.provides:
+            names = ", ".join(sorted(need.value for need in wants - self.provides))
             raise InvalidArgument("wants", names, "nothing: the target is on another machine")
         links = [self._links[session.session_id] for session in sessions]
         for link, draft in zip(links, drafts, strict=True):
@@ -219,6 +229,15 @@ class RemoteTarget:
     def went_ahead(self, session: SessionView) -> bool:
         """Whether the drafter has drafted on guesses since its last proper draft."""
         return self._links[session.session_id].ahead.went_ahead
+
+    def read_states(self, session: SessionView, drafter: Drafter) -> bool:
+        """Let a drafter read the states that have come for a session since the last time.
+
+        Returns:
+            whether it has what a draft needs: after Open, a round has to bring the prompt's first.
+        """
+        states = self._links[session.session_id].states
+        return states is not None and states.read_by(drafter, session)
 
     def mode(self, session: SessionView) -> Mode:
         """How the session gets its tokens."""

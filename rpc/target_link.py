@@ -25,7 +25,8 @@ from paceline.rpc.errors import (
 from paceline.rpc.gen.paceline.v1 import generate_pb2, verify_pb2
 from paceline.rpc.ladder import Mode
 from paceline.rpc.messages import sampling_to_message, speculation_to_message
-from paceline.rpc.reconnect import Reconnect, Retry, Silence, TargetServers
+from paceline.rpc.reconnect import Reconnect, RemoteCounters, Retry, Silence, TargetServers
+from paceline.rpc.states import StatesInbox
 from paceline.rpc.target_stream import Alive, Event, LeftSessions, Reply, TargetStream
 from paceline.rpc.transcript import ClientTranscript, ProposedRound, Verified
 from paceline.types import Acceptance, Draft, Verdict
@@ -58,6 +59,7 @@ class TargetLink:
         ahead: likewise.
         mode: how the session gets its tokens to begin with.
         direct: the session's way past the gateway.
+        states: takes the states that its drafter reads; None: it reads none.
     """
 
     def __init__(
@@ -67,8 +69,9 @@ class TargetLink:
         ahead: AheadOptions,
         mode: Mode,
         direct: DirectPath,
+        states: StatesInbox | None = None,
     ) -> None:
-        self.session = session
+        self.session, self.states = session, states
         self.mode = mode
         self.transcript = ClientTranscript(session.token_ids)
         self.ahead = RoundsAhead(session, self.transcript, ahead)
@@ -165,7 +168,7 @@ class TargetLink:
         if request is not None:
             return
         self._left.free(self._stream)
-        opening = open_request(self.session, transcript, self._reconnect.allows_other)
+        opening = open_request(self.session, transcript, self._reconnect.allows_other, self.states)
         self._owed.append(_Open())
         self._stream.send(verify_pb2.VerifyFrame(open=opening))
         if not self._resuming:
@@ -179,8 +182,7 @@ class TargetLink:
     def _drop_stream(self) -> None:
         if self._stream is not None:
             self._stream.close()
-        self._stream = None
-        self._ready = False
+        self._stream, self._ready = None, False
         self._owed.clear()
 
     def _fail(self, error: PacelineError, *, silent: bool = False) -> None:
@@ -234,8 +236,8 @@ class TargetLink:
         stream, counters = self._stream, self._servers.counters
         if stream is None or not self._ready:
             return  # it leaves when there is a stream
-        frame = verify_pb2.VerifyFrame(verify=self.transcript.request(each))
-        frame.ticket = self._direct.ticket()
+        request = asking_for_states(self.transcript.request(each), self.states)
+        frame = verify_pb2.VerifyFrame(verify=request, ticket=self._direct.ticket())
         counters.rounds_sent += 1
         counters.sent_ahead += each.bonus is not None
         counters.bytes_up += frame.ByteSize()
@@ -305,6 +307,7 @@ class TargetLink:
 
     def _verified(self, sent: _Sent, result: verify_pb2.VerifyResult) -> Verdict:
         verified = self.transcript.verified(result)
+        take_states(result, self.states, self.transcript.length, self._servers.counters)
         if verified.next_token is None:
             check_end(self.session, verified.token_ids, result.finish_reason)
         self._direct.answered(len(verified.token_ids))
@@ -383,7 +386,10 @@ def fence(
 
 
 def open_request(
-    session: SessionView, transcript: ClientTranscript, allows_other: bool
+    session: SessionView,
+    transcript: ClientTranscript,
+    allows_other: bool,
+    states: StatesInbox | None = None,
 ) -> verify_pb2.OpenRequest:
     """Resumes the session, or opens one that goes on after its committed tokens."""
     if transcript.session_id:
@@ -407,8 +413,35 @@ def open_request(
         speculation=speculation_to_message(limits),
         adapter=session.adapter,
     )
+    if states is not None:
+        request.states.CopyFrom(states.layout)
     fence(request, session, transcript, allows_other)
     return request
+
+
+def asking_for_states(
+    request: verify_pb2.VerifyRequest, states: StatesInbox | None
+) -> verify_pb2.VerifyRequest:
+    """A request that asks for the states that its session's drafter lacks, if it reads some."""
+    if states is not None:
+        request.states_from = states.end
+    return request
+
+
+def take_states(
+    result: verify_pb2.VerifyResult,
+    states: StatesInbox | None,
+    length: int,
+    counters: RemoteCounters,
+) -> None:
+    """Take an answer's states for a session of ``length`` tokens, and count their bytes.
+
+    Raises:
+        InvalidArgument: they are not what was asked for.
+    """
+    if states is not None and result.HasField("states"):
+        states.take(result.states, length)
+        counters.states_bytes += result.states.ByteSize()
 
 
 def generate_request(session: SessionView, mode: Mode) -> generate_pb2.GenerateRequest:

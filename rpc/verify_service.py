@@ -40,6 +40,7 @@ from paceline.rpc.messages import (
     statistics_to_message,
 )
 from paceline.rpc.quotas import QuotaExceeded
+from paceline.rpc.states import SENT, StatesFeed, checked_codec, count_states
 from paceline.rpc.streams import within
 from paceline.rpc.tracing import Tracing, traceparent_of
 from paceline.rpc.transcript import ServerTranscript
@@ -50,6 +51,7 @@ from paceline.types import Draft
 
 if TYPE_CHECKING:
     from paceline.engine import EngineThread, RoundEvent
+    from paceline.target import ModelTarget
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -109,6 +111,20 @@ def _sampling(request: verify_pb2.OpenRequest) -> SamplingParams:
     return params
 
 
+def _feed_of(target: ModelTarget, request: verify_pb2.OpenRequest) -> StatesFeed | None:
+    """What keeps the states that a client wants; None: it wants none.
+
+    Raises:
+        InvalidArgument: this target does not have them.
+    """
+    if not request.HasField("states"):
+        return None
+    config = getattr(target.runner, "config", None)
+    if SENT - target.provides or config is None:
+        raise InvalidArgument("states", "set", "nothing: this target gives no states")
+    return StatesFeed(checked_codec(request.states, target.num_layers, config.hidden_size))
+
+
 class _Served:
     """A client's session: its transcript, and the engine session behind it.
 
@@ -122,7 +138,10 @@ class _Served:
         transcript: ServerTranscript,
         admission: CallAdmission,
         lease_id: str,
+        feed: StatesFeed | None,
     ) -> None:
+        self.feed = feed  # the target's states, for a client that reads some
+        self.states_from: int | None = None  # the last round's request
         self.session = session
         self.transcript = transcript
         self.admission = admission
@@ -158,13 +177,25 @@ class _Served:
         )
         self.verify_seconds = verify_seconds
         has_next = len(event.token_ids) > event.num_accepted
-        self.answer.set_result(
-            transcript.answered(
-                event.outcome.path[: event.num_accepted],
-                event.token_ids[-1] if has_next else None,
-                timings,
-            )
+        result = transcript.answered(
+            event.outcome.path[: event.num_accepted],
+            event.token_ids[-1] if has_next else None,
+            timings,
         )
+        self._add_states(result)
+        self.answer.set_result(result)
+
+    def asked(self, request: verify_pb2.VerifyRequest) -> None:
+        """Note which states the answer to a new round should have."""
+        self.states_from = request.states_from if request.HasField("states_from") else None
+
+    def _add_states(self, result: verify_pb2.VerifyResult) -> None:
+        if self.feed is None or self.states_from is None or result.finish_reason:
+            return
+        states = self.feed.latest(self.session, self.states_from, result.committed_length - 1)
+        if states is not None:
+            count_states(self.session, [states])
+            result.states.CopyFrom(states)
 
     def fail(self, error: Exception) -> None:
         """Let the pending round, if there is one, end with an error."""
@@ -354,24 +385,25 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         self, request: verify_pb2.OpenRequest, admission: CallAdmission, metadata: Any
     ) -> _Served:
         tenant, weight, teaches = admission.share(metadata)
-        own = fingerprint_of(self._thread.engine.local_target, request.adapter)
+        target = self._thread.engine.local_target
+        own = fingerprint_of(target, request.adapter)
         changed = numerics_differ(request, own, self._numerics_mismatch)
         speculation, params = _speculation(request), _sampling(request)
-        check_size("token_ids", request.token_ids, self._thread.engine.target.context_length)
-        session_id = self._new_id(admission, metadata)
-        loop = asyncio.get_running_loop()
-        opened = False
+        check_size("token_ids", request.token_ids, target.context_length)
+        feed, session_id = _feed_of(target, request), self._new_id(admission, metadata)
+        loop, opened = asyncio.get_running_loop(), False
         early: list[RoundEvent] = []
 
         def on_event(event: RoundEvent) -> None:
             served = self.sessions.get(session_id)
             early.append(event) if served is None else served.on_event(event)
 
-        self._drafter.expect(session_id)  # the client's first draft may be early
+        self._drafter.expect(session_id, feed)  # the client's first draft may be early
         submitted = self._thread.submit(
             Request(
                 list(request.token_ids), params, speculation, session_id=session_id,
                 tenant=tenant, weight=weight, adapter=request.adapter, teaches_drafter=teaches,
+                needs=frozenset() if feed is None else feed.needs,
             ),
             on_event=hand_over(loop, on_event),
         )  # fmt: skip
@@ -384,7 +416,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         transcript = ServerTranscript(session_id, session.token_ids)
         transcript.numerics_changed = changed
         served = self.sessions[session_id] = _Served(
-            session, transcript, admission, _value(metadata, LEASE_ID)
+            session, transcript, admission, _value(metadata, LEASE_ID), feed
         )
         if admission.span is not None:
             admission.span.session = session
@@ -426,6 +458,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         draft, nodes = trim(draft, last)
         self._drafter.offer(served.session_id, draft)
         transcript.take(request.round, nodes)
+        served.asked(request)
         served.answer = asyncio.get_running_loop().create_future()
         served.arrived_at = time.perf_counter()
         before = transcript.length

@@ -33,6 +33,7 @@ from paceline.types import (
     FloatArray,
     Need,
     Outcome,
+    StatesLayout,
     StopRule,
     Verification,
 )
@@ -110,6 +111,8 @@ class DrafterPart:
         halves: of a lookup with a fallback, the methods that do either alone.
         passes_on: it consists of the drafters that the knob ``drafters`` names, and a round's
             draft is that of one of them: heads, which read their own drafts' states, may be parts.
+        reads_sent_states: what it needs of the target are states that can be sent, so that it can
+            draft in another process (:attr:`Drafter.states`).
     """
 
     make: Callable[[DrafterContext], Drafter] | None = None
@@ -119,6 +122,7 @@ class DrafterPart:
     remembers: bool = False
     halves: tuple[str, str] | None = None
     passes_on: bool = False
+    reads_sent_states: bool = False
 
 
 class Drafter(ABC):
@@ -141,9 +145,15 @@ class Drafter(ABC):
         copies: its drafts are chains of tokens that it found, so longer ones cost nothing: the
             engine can request what follows a guess along with the draft.
         quick: to ask it costs next to nothing and changes nothing.
+        states: which states of the target it can read with :meth:`read_states`, as it must where
+            the target is in another process; None: it cannot draft there if it needs some.
+        forwards: (of one elsewhere) what it passes on of the target's forwards, so that its
+            sessions' methods may need it.
     """
 
     needs: frozenset[Need] = frozenset()
+    states: StatesLayout | None = None
+    forwards: frozenset[Need] = frozenset()
     elsewhere: bool = False
     from_client: bool = False
     recovers: bool = False
@@ -186,6 +196,17 @@ class Drafter(ABC):
             read: without logits; a row of each extra for each prompt token of the chunk.
         """
 
+    def read_states(self, session: SessionView, states: torch.Tensor) -> None:
+        """Read the target's states for the session's next tokens, where they come from afar.
+
+        This takes the place of :meth:`read_prompt` and :meth:`observe`. A draft needs the states
+        of all committed tokens but the last; the first ones may be missing.
+
+        Args:
+            states: as :attr:`states` says.  # float32 [num_tokens, num_values]
+        """
+        raise NotImplementedError(f"{type(self).__name__} reads no states from afar")
+
     @abstractmethod
     def propose(
         self, sessions: Sequence[SessionView], budgets: Sequence[Budget]
@@ -224,6 +245,14 @@ class Drafter(ABC):
         self.close(session)
         if isinstance(draft, Future):
             draft.cancel()
+
+
+def kept_rows(outcome: Outcome) -> list[int]:
+    """The rows of a round's verification whose tokens have KV entries now, in order.
+
+    Those are all tokens that the round began with or committed but the last one.
+    """
+    return [0, *(node + 1 for node in outcome.path[: len(outcome.token_ids) - 1])]
 
 
 def at_once(

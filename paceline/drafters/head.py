@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.drafters.base import Drafter, greedy_chain_depth, grow, stop_below
+from paceline.drafters.base import (
+    Drafter,
+    greedy_chain_depth,
+    grow,
+    kept_rows,
+    stop_below,
+)
 from paceline.models.heads.base import Head, State
+from paceline.models.llama_config import LlamaConfig
 from paceline.sampling import argmax_rows
 from paceline.types import (
     EMPTY_DRAFT,
@@ -18,6 +25,7 @@ from paceline.types import (
     FloatArray,
     Need,
     Outcome,
+    StatesLayout,
     Verification,
 )
 
@@ -51,7 +59,18 @@ class HeadDrafter(Drafter):
         self._head = head
         self.needs = head.needs
         (self._feature,) = head.needs - {Need.TREE_LOGITS}
+        config, layers = head.target.config, head.feature_layers
+        if layers is None:  # of all, where it reads layers
+            layers = range(1, config.num_layers + 1) if self._feature is Need.LAYER_STATES else ()
+        self.states: StatesLayout | None = StatesLayout(
+            self._feature, tuple(layers), config.hidden_size
+        )
         self._readings: dict[str, _Reading] = {}
+
+    @property
+    def target(self) -> LlamaConfig:
+        """The sizes of the head's target."""
+        return self._head.target.config
 
     def open(self, session: SessionView) -> None:
         self._readings[session.session_id] = _Reading(self._head.new_state())
@@ -77,6 +96,12 @@ class HeadDrafter(Drafter):
 
     def read_prompt(self, session: SessionView, read: Verification) -> None:
         features = self._head.select(read.extras[self._feature])
+        self._readings[session.session_id].features.append(features)
+
+    def read_states(self, session: SessionView, states: torch.Tensor) -> None:
+        features = states.to(self._head.target.embedding)
+        if self._feature is Need.LAYER_STATES and self._head.feature_layers is None:
+            features = features.unflatten(1, (-1, self._head.target.config.hidden_size))
         self._readings[session.session_id].features.append(features)
 
     @torch.no_grad()
@@ -165,8 +190,7 @@ class HeadDrafter(Drafter):
                 continue
             features = self._head.select(outcome.verification.extras[self._feature])
             if len(features) > 1:
-                path = outcome.path[: len(outcome.token_ids) - 1]
-                features = features[[0, *(node + 1 for node in path)]]
+                features = features[kept_rows(outcome)]
             reading.features.append(features)
 
 
@@ -182,6 +206,7 @@ class MemoryHeadDrafter(HeadDrafter):
 
     def __init__(self, head: Head, entries_of: Callable[[SessionView], Memory]) -> None:
         super().__init__(head)
+        self.states = None  # they are not all that the head reads
         self._entries_of = entries_of
 
     def root(self, sessions: Sequence[SessionView]) -> torch.Tensor:

@@ -28,7 +28,7 @@ from paceline.models.base import PseudoTokens
 from paceline.models.heads import HeadLibrary
 from paceline.models.heads.base import Head
 from paceline.plan import Plan
-from paceline.session import Session
+from paceline.session import Session, SessionState
 from paceline.target import ModelTarget
 from paceline.tree import clip, is_chain, subset
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Load, Outcome, Verification
@@ -125,7 +125,8 @@ class DrafterSet(dict[str, Drafter]):
         elsewhere = [name for name in parts if name in self and self[name].elsewhere]
         if elsewhere:
             return f"drafter in another process: {', '.join(elsewhere)}"
-        if method.head and not (self.heads and self.heads.has(method.head)):
+        here = method.drafter not in self.given  # else its process has the head
+        if here and method.head and not (self.heads and self.heads.has(method.head)):
             where = f" in {self.heads.folder}" if self.heads else ""
             return f"no trained head{where}: `paceline train {method.head}` makes one"
         return None
@@ -147,8 +148,9 @@ class DrafterSet(dict[str, Drafter]):
                 "method", name, f"a method whose drafters are loaded here "
                 f"({', '.join(missing)} is not): {', '.join(able())}",
             )  # fmt: skip
-        if self.make(plan.method.drafter).elsewhere:
-            if plan.needs:
+        own_drafter = self.make(plan.method.drafter)
+        if own_drafter.elsewhere:
+            if plan.needs - own_drafter.forwards:
                 needs = ", ".join(sorted(need.value for need in plan.needs))
                 raise InvalidArgument(
                     "method", name, f"a method whose drafter needs only tokens: this one's runs in "
@@ -159,7 +161,7 @@ class DrafterSet(dict[str, Drafter]):
         own = DRAFTER_PARTS.get(plan.method.drafter)
         anywhere = self.remote if own is not None and own.passes_on else {}
         for part in plan.parts:
-            if part.drafter not in anywhere:
+            if part.drafter not in anywhere or part.needs:
                 self.make_here(part.drafter)
         for drafter in plan.drafters:
             if drafter in self:
@@ -328,7 +330,11 @@ class Drafting:
         """
         groups: dict[str, list[Session]] = {}
         for session in sessions:
-            if session.session_id not in self._asked and self.comes_later(session):
+            if session.session_id in self._asked or not self.comes_later(session):
+                continue
+            # What follows the prompt's states can be asked for only when they are there.
+            unread = session.state is SessionState.PREFILLING
+            if not (unread and session.needs & self._of(session).forwards):
                 groups.setdefault(session.drafter, []).append(session)
         for name, members in groups.items():
             budgets = [round_budget(session, load) for session in members]

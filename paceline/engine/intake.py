@@ -112,6 +112,7 @@ class Intake:
         session.tenant, session.weight = request.tenant, request.weight
         session.priority = request.priority
         session.adapter, session.teaches_drafter = request.adapter, request.teaches_drafter
+        session.client_needs = request.needs
         if most_entries(session) > self._target.kv_capacity:
             remedy = "lower max_tokens" if session.branches is None else "send fewer continuations"
             raise ResourceExhausted(

@@ -175,7 +175,11 @@ def test_tls_client_certificates_and_tokens(
         (("--server", "nonsense"), ("server", "HOST:PORT")),
         (("--server", "127.0.0.1:1", "--give-up", "0.3"), ("127.0.0.1:1",)),
         (("--server", "127.0.0.1:1", "--give-up", "0"), ("give_up", "above 0")),
-        (("--server", "127.0.0.1:1", "-m", "medusa"), ("method", "medusa", "tokens only")),
+        (("--server", "127.0.0.1:1", "-m", "layer_skip"), ("method", "layer_skip", "shared_model")),
+        (("--server", "127.0.0.1:1", "-m", "longspec"), ("method", "longspec", "hidden_states")),
+        (("--server", "127.0.0.1:1", "-m", "moa", "--drafter", "demo-drafter"), ("drafter", "moa")),
+        (("--server", "127.0.0.1:1", "--target", "demo"), ("target", "method of a head")),
+        (("--server", "127.0.0.1:1", "-m", "moa", "--heads", "/nowhere"), ("/nowhere",)),
         (("--server", "127.0.0.1:1", "-m", "nothing"), ("method", "nothing", "one of")),
         (("--server", "127.0.0.1:1", "-m", "speculative_sampling"), ("acceptance", "coupled")),
         (("--server", "127.0.0.1:1", "--drafter", "/nowhere"), ("/nowhere",)),
@@ -191,6 +195,26 @@ def test_bad_input(arguments: tuple[str, ...], words: tuple[str, ...], cli: Cli)
     for word in words:
         assert word in result.stderr
     assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("method", ["moa", "dspark"])
+def test_a_head_of_the_target(method: str, cli: Cli) -> None:
+    """The server sends the states that it reads; of the target itself little is loaded here."""
+    options = ("-n", 24, "--temperature", 0.8, "--seed", 5, "--ignore-eos")
+    expected = json.loads(cli("generate", PROMPT, "--method", "ar", *options, "--json").stdout)
+    thread = EngineThread(load_engine()).start()
+    try:
+        with serving(engine=thread) as running:
+            document = draft(
+                cli, "--server", running.address, "--method", method, "--only-device", *options,
+                "--set", "length=fixed",
+            )  # fmt: skip
+    finally:
+        thread.stop()
+    assert document["token_ids"] == expected["token_ids"]
+    assert document["num_accepted"] > 0
+    assert document["states_bytes_per_token"] > 100
+    assert document["bytes_down_per_round"] > document["states_bytes_per_token"]
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

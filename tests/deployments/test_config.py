@@ -15,6 +15,7 @@ from paceline.deployments import drafter as drafter_replica
 from paceline.deployments.app import DRAFTER, GATEWAY, TARGET, build
 from paceline.deployments.config import CONFIGS_DIR, parse_config, read_config_file
 from paceline.drafters.diffuspec import DiffuSpec
+from paceline.drafters.head import HeadDrafter
 from paceline.drafters.non_autoregressive import NonAutoregressive
 from paceline.errors import InvalidArgument, ModelNotFound
 
@@ -146,6 +147,22 @@ def test_a_model_without_order_as_drafter_drafts_for_generalized_aggressive() ->
     assert (vocab_size, context_length) == (drafter.vocab_size, drafter.context_length)
     with pytest.raises(InvalidArgument, match=r"speculation\.method.*non_autoregressive"):
         parse_config({"model": model, "speculation": {"method": "draft_model"}})
+
+
+def test_a_head_in_drafter_replicas() -> None:
+    head = {"model": {"target": str(TARGET_DIR)}, "drafter": {"method": "moa"}}
+    config = parse_config({**head, "speculation": {"method": "moa"}})
+    assert (config.hosted_drafter, config.hosts_head) == ("moa", True)
+    assert config.drafter.states == "int8"
+    drafter, vocab_size, context_length = drafter_replica._load(config)
+    assert isinstance(drafter, HeadDrafter)
+    assert (vocab_size, context_length) == (4096, drafter.target.context_length)
+    assert not parse_config({}).hosts_head
+    for name in ("longspec", "layer_skip", "suffix_decoding_eagle3", "token_recycling", "forced"):
+        with pytest.raises(InvalidArgument, match=r"drafter\.method.*eagle3"):
+            parse_config({**head, "drafter": {"method": name}})
+    with pytest.raises(InvalidArgument, match=r"drafter\.states"):
+        parse_config({**head, "drafter": {"method": "moa", "states": "int4"}})
 
 
 def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,10 +118,10 @@ class HeadLibrary:
     Args:
         folder: for example ``heads``, with ``heads/medusa/config.json``; it may be missing.
         target: the target's model folder.
-        runner: the loaded target.
+        runner: the loaded target, or those parts of it that heads use.
     """
 
-    def __init__(self, folder: Path, target: Path, runner: ModelRunner) -> None:
+    def __init__(self, folder: Path, target: Path, runner: ModelRunner | HeadTarget) -> None:
         self.folder = folder
         self._target = target
         self._runner = runner
@@ -154,9 +154,11 @@ class HeadLibrary:
                 "method", kind, f"a method whose head is in {self.folder}: `paceline train {kind}` "
                 "makes one",
             )  # fmt: skip
-        if not isinstance(self._runner, (LlamaRunner, TransformersRunner)):
+        if not isinstance(self._runner, LlamaRunner | TransformersRunner | HeadTarget):
             raise InvalidArgument("method", kind, "a method without a head: this target gives none")
-        target = HeadTarget.of_runner(self._target, self._runner)
+        target = self._runner
+        if not isinstance(target, HeadTarget):
+            target = HeadTarget.of_runner(self._target, target)
         if self._own(kind):
             return load_head(HEADS[kind], self.folder / kind, target)
         found = self._published(kind)

@@ -27,7 +27,7 @@ from paceline.models.heads.storage import pack, unpack
 from paceline.models.layouts import INDEX, read_config, stored_tensors
 from paceline.models.llama import LlamaRunner
 from paceline.models.llama_config import LlamaConfig
-from paceline.models.llama_tensors import load_weights, read_floats
+from paceline.models.llama_tensors import read_floats, stored_weights
 from paceline.models.packing import Weight
 from paceline.models.torch_ops import finished
 from paceline.models.transformers import TransformersRunner
@@ -83,16 +83,16 @@ class HeadTarget:
     def from_folder(
         folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> HeadTarget:
-        """The parts of a target on disk, for training.
+        """The parts of a target on disk, for training; no other weights are read.
 
         Raises:
             ModelNotFound, InvalidArgument: the folder is no Llama-type checkpoint.
         """
         config = LlamaConfig.from_folder(folder)
-        tensors = load_weights(folder, config)
-        embedding = tensors["model.embed_tokens.weight"].to(device, dtype)
+        tensors = stored_weights(folder, config)
+        embedding = read_floats(tensors["model.embed_tokens.weight"]).to(device, dtype)
         tied = config.tie_word_embeddings
-        lm_head = embedding if tied else tensors["lm_head.weight"].to(device, dtype)
+        lm_head = embedding if tied else read_floats(tensors["lm_head.weight"]).to(device, dtype)
         if config.differs.embedding_scale != 1.0:
             scale = torch.tensor(config.differs.embedding_scale, dtype=dtype)
             embedding = embedding * scale.to(device)
@@ -246,12 +246,23 @@ class Head(nn.Module, ABC):
     def prepare(self) -> None:
         """Pack the weights for drafting; called once after loading."""
 
+    @property
+    def feature_layers(self) -> Sequence[int] | None:
+        """Numbers of the target's layers whose states a feature joins, from 1.
+
+        None: a feature is all that the target computes for a token, as it is.
+        """
+        return None
+
     def select(self, computed: Tensor) -> Tensor:
         """The features in what the target computed, which are kept until the next draft.
 
         # [n, ...] -> [n, ...]
         """
-        return computed
+        numbers = self.feature_layers
+        if numbers is None:
+            return computed
+        return computed[..., [number - 1 for number in numbers], :].flatten(-2)
 
     @abstractmethod
     def new_state(self) -> State:

@@ -179,9 +179,6 @@ class DFlash(Head):
     def max_depth(self) -> int:
         return int(self.options.block_size) - self.first_place
 
-    def select(self, computed: Tensor) -> Tensor:
-        return computed[..., self._features, :].flatten(-2)
-
     def some_logits(self, hidden: Tensor) -> Tensor:
         """Logits of the tokens in :attr:`vocabulary`.  # [..., hidden_size] -> [..., num_logits]"""
         if self._packed_output is None:

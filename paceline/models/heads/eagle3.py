@@ -11,7 +11,7 @@ behind a norm of its own, for all tokens or for some of them (FR-Spec, Zhao et a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,8 +99,9 @@ class Eagle3(Eagle):
     def made(cls, target: HeadTarget, options: Eagle3Options) -> Head:
         return TrainedEagle3(target, options) if options.published else cls(target, options)
 
-    def select(self, computed: Tensor) -> Tensor:
-        return computed[..., self._features, :].flatten(-2)
+    @property
+    def feature_layers(self) -> Sequence[int]:
+        return [number + 1 for number in self._features]
 
     def read(self, features: Tensor) -> Tensor:
         if self._packed_project is not None:

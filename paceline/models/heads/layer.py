@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.errors import InvalidArgument
 from paceline.models.cuda_ops import fused_ops
+from paceline.models.heads.base import HeadTarget
 from paceline.models.kernels import KernelsUnavailable
 from paceline.models.kv_cache import KVPool, PooledSequence
 from paceline.models.llama_config import LlamaConfig
@@ -22,9 +24,6 @@ from paceline.models.rope import rope_table
 from paceline.models.rows import Rows, append_chains, append_rows
 from paceline.models.torch_ops import TorchOps
 from paceline.types import FloatArray, IntArray
-
-if TYPE_CHECKING:
-    from paceline.models.heads.base import HeadTarget
 
 
 class ResidualBlock(nn.Module):
@@ -303,6 +302,31 @@ class LayerStack:
     def free(self, sequence: PooledSequence) -> None:
         """Free everything."""
         self.pool.free(sequence)
+
+
+def distant_target(
+    folder: Path, *, dtype: torch.dtype, device: torch.device | str, kv_tokens: int | None
+) -> HeadTarget:
+    """The parts of a target on disk, to draft with where the target itself is not.
+
+    Reads the embedding and the output layer alone, and packs the latter as the target would.
+
+    Args:
+        kv_tokens: as :attr:`HeadTarget.kv_tokens`.
+
+    Raises:
+        ModelNotFound, InvalidArgument: as :meth:`HeadTarget.from_folder`.
+    """
+    target = HeadTarget.from_folder(folder, dtype=dtype, device=device)
+    target = replace(target, kv_tokens=kv_tokens)
+    ops = layer_ops(target.config, target.lm_head)
+    if not isinstance(ops, NativeOps) or target.config.differs.finishes_logits:
+        return target
+    head = ops.pack(target.lm_head.contiguous())
+    return replace(
+        target, packed_lm_head=head,
+        fast_logits=lambda hidden: ops.linear(hidden.contiguous(), head).float(),
+    )  # fmt: skip
 
 
 def layer_ops(

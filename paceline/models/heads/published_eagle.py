@@ -333,9 +333,9 @@ class PublishedEagle3(PublishedEagle):
     kind = "eagle3"
     needs = frozenset({Need.LAYER_STATES})
 
-    def select(self, computed: Tensor) -> Tensor:
-        numbers = [number - 1 for number in self.layout.features]
-        return computed[..., numbers, :].flatten(-2)
+    @property
+    def feature_layers(self) -> Sequence[int]:
+        return self.layout.features
 
     def read(self, features: Tensor) -> Tensor:
         if self.layout.norm_before_fc:

@@ -830,6 +830,84 @@ class Draft(_message.Message):
 Global___Draft: _TypeAlias = Draft  # noqa: Y015
 
 @_typing.final
+class StatesLayout(_message.Message):
+    """Which states of the target a drafter in another process reads, and how they are encoded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEED_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
+    ENCODING_FIELD_NUMBER: _builtins.int
+    need: _builtins.str
+    """"hidden_states": after the target's final norm. "layer_states": the residual stream after
+    layers.
+    """
+    hidden_size: _builtins.int
+    """Numbers in one state."""
+    encoding: _builtins.str
+    """"int8": for each 32 numbers of a row (the last ones of a row may be fewer) a scale in bfloat16,
+    all scales first, then the numbers over their scale as signed bytes. "bfloat16" or "float32":
+    the numbers. All little-endian.
+    """
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With layer_states, numbers of the layers from 1, in the order of their states in a row."""
+
+    def __init__(
+        self,
+        *,
+        need: _builtins.str = ...,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+        hidden_size: _builtins.int = ...,
+        encoding: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoding", b"encoding", "hidden_size", b"hidden_size", "layers", b"layers", "need", b"need"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatesLayout: _TypeAlias = StatesLayout  # noqa: Y015
+
+@_typing.final
+class States(_message.Message):
+    """The target's states for committed tokens: never for rejected ones."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    NUM_POSITIONS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    first_position: _builtins.int
+    """Place of the first token among the committed ones, from 0."""
+    num_positions: _builtins.int
+    """A row for each token."""
+    rows: _builtins.bytes
+    @_builtins.property
+    def layout(self) -> Global___StatesLayout:
+        """Which they are, and their encoding. A session's first message has it; later ones may leave it
+        out.
+        """
+
+    def __init__(
+        self,
+        *,
+        layout: Global___StatesLayout | None = ...,
+        first_position: _builtins.int = ...,
+        num_positions: _builtins.int = ...,
+        rows: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "layout", b"layout", "num_positions", b"num_positions", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___States: _TypeAlias = States  # noqa: Y015
+
+@_typing.final
 class TokenIds(_message.Message):
     """A list of token ids for a oneof, which cannot have a repeated field."""
 
@@ -872,6 +950,7 @@ class Statistics(_message.Message):
     FIRST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
     TOTAL_SECONDS_FIELD_NUMBER: _builtins.int
     NUM_PREFILL_FORWARDS_FIELD_NUMBER: _builtins.int
+    STATES_BYTES_FIELD_NUMBER: _builtins.int
     num_rounds: _builtins.int
     """Passes of the loop."""
     num_target_forwards: _builtins.int
@@ -896,6 +975,8 @@ class Statistics(_message.Message):
     total_seconds: _builtins.float
     num_prefill_forwards: _builtins.int
     """Target forwards that read a part of the prompt; num_target_forwards does not count them."""
+    states_bytes: _builtins.int
+    """Bytes of the target's states that went to a drafter in another process."""
     @_builtins.property
     def accepted_by_depth(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """accepted_by_depth[i]: accepted drafted tokens at depth i + 1."""
@@ -922,10 +1003,11 @@ class Statistics(_message.Message):
         first_token_seconds: _builtins.float | None = ...,
         total_seconds: _builtins.float = ...,
         num_prefill_forwards: _builtins.int = ...,
+        states_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds", "first_token_seconds", b"first_token_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds", "accepted_by_depth", b"accepted_by_depth", "draft_seconds", b"draft_seconds", "drafted_by_depth", b"drafted_by_depth", "drafter_failures", b"drafter_failures", "drafter_lost", b"drafter_lost", "first_token_seconds", b"first_token_seconds", "num_accepted", b"num_accepted", "num_draft_nodes", b"num_draft_nodes", "num_drafted", b"num_drafted", "num_prefill_forwards", b"num_prefill_forwards", "num_rounds", b"num_rounds", "num_target_forwards", b"num_target_forwards", "num_tokens", b"num_tokens", "total_seconds", b"total_seconds", "verify_seconds", b"verify_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds", "accepted_by_depth", b"accepted_by_depth", "draft_seconds", b"draft_seconds", "drafted_by_depth", b"drafted_by_depth", "drafter_failures", b"drafter_failures", "drafter_lost", b"drafter_lost", "first_token_seconds", b"first_token_seconds", "num_accepted", b"num_accepted", "num_draft_nodes", b"num_draft_nodes", "num_drafted", b"num_drafted", "num_prefill_forwards", b"num_prefill_forwards", "num_rounds", b"num_rounds", "num_target_forwards", b"num_target_forwards", "num_tokens", b"num_tokens", "states_bytes", b"states_bytes", "total_seconds", b"total_seconds", "verify_seconds", b"verify_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token_seconds: _TypeAlias = _typing.Literal["first_token_seconds"]  # noqa: Y015
     _WhichOneofArgType__first_token_seconds: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds"]  # noqa: Y015

@@ -62,6 +62,7 @@ class ProposeItem(_message.Message):
     MAX_NODES_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """In a stream the target's name, unique in that stream; in unary calls the server's."""
     base_length: _builtins.int
@@ -85,6 +86,14 @@ class ProposeItem(_message.Message):
     def new_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Committed since the last frame, each in [0, vocab_size)."""
 
+    @_builtins.property
+    def states(self) -> _common_pb2.States:
+        """For a drafter that reads states (ProposeReply.states): those of the next tokens for which it
+        has none. Without gaps after its first ones; the states of the session's last token do not
+        exist yet. A draft needs those of all other tokens up to there, from any first one on, or the
+        item fails with FAILED_PRECONDITION. Long prompts take several items, which ask for no draft.
+        """
+
     def __init__(
         self,
         *,
@@ -96,10 +105,11 @@ class ProposeItem(_message.Message):
         max_nodes: _builtins.int = ...,
         close: _builtins.bool = ...,
         shadow: _builtins.bool = ...,
+        states: _common_pb2.States | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["open", b"open", "states", b"states"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "close", b"close", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "new_token_ids", b"new_token_ids", "open", b"open", "session_id", b"session_id", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "close", b"close", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "new_token_ids", b"new_token_ids", "open", b"open", "session_id", b"session_id", "shadow", b"shadow", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -151,6 +161,7 @@ class ProposeReply(_message.Message):
     DRAFT_SECONDS_FIELD_NUMBER: _builtins.int
     AHEAD_FIELD_NUMBER: _builtins.int
     NUM_SESSIONS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     drafter_pid: _builtins.int
     """Process id of the drafter."""
@@ -167,6 +178,12 @@ class ProposeReply(_message.Message):
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposeResult]:
         """One for each item of the frame, in its order."""
 
+    @_builtins.property
+    def states(self) -> _common_pb2.StatesLayout:
+        """The states that this drafter reads, in the reply to a stream's first frame. Absent: it drafts
+        from tokens alone.
+        """
+
     def __init__(
         self,
         *,
@@ -176,10 +193,11 @@ class ProposeReply(_message.Message):
         draft_seconds: _builtins.float = ...,
         ahead: _builtins.bool = ...,
         num_sessions: _builtins.int = ...,
+        states: _common_pb2.StatesLayout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["states", b"states"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "draft_seconds", b"draft_seconds", "drafter_pid", b"drafter_pid", "num_sessions", b"num_sessions", "results", b"results", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "draft_seconds", b"draft_seconds", "drafter_pid", b"drafter_pid", "num_sessions", b"num_sessions", "results", b"results", "round", b"round", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -109,6 +109,7 @@ class OpenRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     NUMERICS_MISMATCH_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     resume_session_id: _builtins.str
     """Take over this session of this server, and open no new one. The server then ignores the fields
     above, and keeps its tokens.
@@ -134,6 +135,14 @@ class OpenRequest(_message.Message):
     def speculation(self) -> _common_pb2.Speculation:
         """`method` must be left out or "client"."""
 
+    @_builtins.property
+    def states(self) -> _common_pb2.StatesLayout:
+        """For a client whose drafter reads states of the target: which, and how encoded. The target then
+        computes the whole prompt, and results carry the states that requests ask for
+        (VerifyRequest.states_from). Refused with INVALID_ARGUMENT if it is not this target that has
+        them. A resumed session keeps its own.
+        """
+
     def __init__(
         self,
         *,
@@ -144,10 +153,11 @@ class OpenRequest(_message.Message):
         fingerprint: _builtins.str = ...,
         numerics_mismatch: _builtins.str = ...,
         adapter: _builtins.str = ...,
+        states: _common_pb2.StatesLayout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "speculation", b"speculation", "states", b"states"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "fingerprint", b"fingerprint", "numerics_mismatch", b"numerics_mismatch", "resume_session_id", b"resume_session_id", "sampling", b"sampling", "speculation", b"speculation", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "fingerprint", b"fingerprint", "numerics_mismatch", b"numerics_mismatch", "resume_session_id", b"resume_session_id", "sampling", b"sampling", "speculation", b"speculation", "states", b"states", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,6 +241,7 @@ class VerifyRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PARENT_INDICES_FIELD_NUMBER: _builtins.int
     PROBS_FIELD_NUMBER: _builtins.int
+    STATES_FROM_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Unary calls name the session and its epoch; frames of a stream may leave both out."""
     epoch: _builtins.int
@@ -240,6 +251,10 @@ class VerifyRequest(_message.Message):
     """Number of committed tokens (prompt included) that the draft follows."""
     prefix_digest: _builtins.bytes
     """BLAKE2b-128 over those tokens as little-endian 32-bit integers; 16 bytes. Empty: no check."""
+    states_from: _builtins.int
+    """The result should carry the states of the committed tokens from this place on (OpenRequest.states
+    says which states). Absent: none.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The draft, as in the message Draft."""
@@ -259,12 +274,15 @@ class VerifyRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         parent_indices: _abc.Iterable[_builtins.int] | None = ...,
         probs: _common_pb2.DraftProbs | None = ...,
+        states_from: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["probs", b"probs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_states_from", b"_states_from", "probs", b"probs", "states_from", b"states_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "epoch", b"epoch", "parent_indices", b"parent_indices", "prefix_digest", b"prefix_digest", "probs", b"probs", "round", b"round", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_states_from", b"_states_from", "base_length", b"base_length", "epoch", b"epoch", "parent_indices", b"parent_indices", "prefix_digest", b"prefix_digest", "probs", b"probs", "round", b"round", "session_id", b"session_id", "states_from", b"states_from", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__states_from: _TypeAlias = _typing.Literal["states_from"]  # noqa: Y015
+    _WhichOneofArgType__states_from: _TypeAlias = _typing.Literal["_states_from", b"_states_from"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__states_from) -> _WhichOneofReturnType__states_from | None: ...
 
 Global___VerifyRequest: _TypeAlias = VerifyRequest  # noqa: Y015
 
@@ -279,6 +297,7 @@ class VerifyResult(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     next_token: _builtins.int
     """The target's own token after them. Absent when an accepted token ends the generation."""
@@ -293,6 +312,12 @@ class VerifyResult(_message.Message):
 
     @_builtins.property
     def timings(self) -> Global___Timings: ...
+    @_builtins.property
+    def states(self) -> _common_pb2.States:
+        """From VerifyRequest.states_from on, up to the last but one committed token; of more than 1 MiB
+        the latest ones. Absent: not asked for, or the session is over.
+        """
+
     def __init__(
         self,
         *,
@@ -303,10 +328,11 @@ class VerifyResult(_message.Message):
         digest: _builtins.bytes = ...,
         finish_reason: _builtins.str = ...,
         timings: Global___Timings | None = ...,
+        states: _common_pb2.States | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_next_token", b"_next_token", "next_token", b"next_token", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_next_token", b"_next_token", "next_token", b"next_token", "states", b"states", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_token", b"_next_token", "accepted_indices", b"accepted_indices", "committed_length", b"committed_length", "digest", b"digest", "finish_reason", b"finish_reason", "next_token", b"next_token", "round", b"round", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_token", b"_next_token", "accepted_indices", b"accepted_indices", "committed_length", b"committed_length", "digest", b"digest", "finish_reason", b"finish_reason", "next_token", b"next_token", "round", b"round", "states", b"states", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__next_token: _TypeAlias = _typing.Literal["next_token"]  # noqa: Y015
     _WhichOneofArgType__next_token: _TypeAlias = _typing.Literal["_next_token", b"_next_token"]  # noqa: Y015

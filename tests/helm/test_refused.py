@@ -18,7 +18,7 @@ MODELS = {"target": "a/b", "drafter": "a/c"}
 # The values as a file would have them, and what the error says: the value and what is allowed.
 WRONG = """
 speculation: {method: eagle9} # '/speculation/method': value must be one of 'ar'
-drafter: {method: eagle3} # '/drafter/method'
+drafter: {method: longspec} # '/drafter/method'
 target: {autoscaling: {min_replicas: 3, max_replicas: 2}} # target.autoscaling.max_replicas: got 2, expected at least min_replicas, 3
 target: {autoscaling: {min_replicas: 5}} # target.autoscaling.max_replicas: got 4, expected at least min_replicas, 5
 gateway: {autoscaling: {min_replicas: 3, max_replicas: 2}} # gateway.autoscaling.max_replicas: got 2

@@ -53,6 +53,7 @@ CONSTRAINT_REPEATS = Bound(
 )
 CONTINUATIONS = Bound("continuations", 256, "sequences")
 CONTINUATION_TOKENS = Bound("continuations", 16_384, "token ids, all sequences together")
+STATES_LAYERS = Bound("states.layers", 1024, "layers")
 TEMPLATE_VARIABLES = Bound("chat_template_kwargs", 64, "keys")
 SPECULATION_LIST = Bound("speculation, each list", 4096, "entries")
 SPECULATION_TEXT = Bound("speculation, each text", 65_536, "characters")
@@ -60,7 +61,8 @@ SPECULATION_TEXT = Bound("speculation, each text", 65_536, "characters")
 BOUNDS = (
     STOP_STRINGS, STOP_BYTES, STOP_TOKEN_IDS, ALLOWED_TOKEN_IDS, LOGIT_BIASES,
     CONSTRAINT_BYTES, CONSTRAINT_RULES, CONSTRAINT_DEPTH, CONSTRAINT_REPEATS,
-    CONTINUATIONS, CONTINUATION_TOKENS, TEMPLATE_VARIABLES, SPECULATION_LIST, SPECULATION_TEXT,
+    CONTINUATIONS, CONTINUATION_TOKENS, STATES_LAYERS, TEMPLATE_VARIABLES, SPECULATION_LIST,
+    SPECULATION_TEXT,
 )  # fmt: skip
 
 LONGEST_TOKEN = 16

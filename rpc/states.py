@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.bounds import STATES_LAYERS
 from paceline.drafters.base import Drafter, kept_rows
 from paceline.errors import InvalidArgument
 from paceline.rpc.errors import PrefixDiverged
@@ -83,13 +84,16 @@ class StatesCodec:
         Raises:
             InvalidArgument: it makes no sense; names the field after ``field``.
         """
+        STATES_LAYERS.check(len(message.layers), f"{field}.layers")
         needs = {need.value: need for need in SENT}
         if message.need not in needs:
             allowed = f"one of {', '.join(sorted(needs))}"
             raise InvalidArgument(f"{field}.need", message.need, allowed)
         need, layers = needs[message.need], tuple(message.layers)
-        if bool(layers) != (need is Need.LAYER_STATES) or 0 in layers:
-            allowed = "numbers of layers from 1 with layer_states, and none with hidden_states"
+        # One layer twice would let a client ask for more states than there are.
+        distinct = len({*layers}) == len(layers)
+        if bool(layers) != (need is Need.LAYER_STATES) or 0 in layers or not distinct:
+            allowed = "numbers of layers from 1, each once, with layer_states; else none"
             raise InvalidArgument(f"{field}.layers", list(layers)[:8], allowed)
         count = max(1, len(layers)) * message.hidden_size
         if not 0 < count <= MAX_VALUES:

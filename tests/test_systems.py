@@ -58,8 +58,9 @@ def test_what_a_line_names_is_there(system: System) -> None:
         assert name in STRATEGIES
     for name in re.findall(r"--schedule ([a-z0-9_]+)", system.here):
         assert name in SCHEDULES
-    test = ROOT / system.test.strip("`")
-    assert re.search(r"^def test_", test.read_text("utf-8"), re.MULTILINE)
+    for test in system.test.split(", "):
+        text = (ROOT / test.strip("`")).read_text("utf-8")
+        assert re.search(r"^(async )?def test_", text, re.MULTILINE), test
 
 
 def test_what_is_not_here_has_its_reason() -> None:

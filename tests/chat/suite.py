@@ -23,6 +23,7 @@ from paceline.cache import cache_folder, locked
 from paceline.config import SpeculationConfig
 from paceline.drafters.base import Drafter
 from paceline.drafters.draft_model import DraftModel
+from paceline.drafters.head import HeadDrafter
 from paceline.engine import Engine, EngineLimits, EngineThread
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.gguf_folder import model_folder
@@ -246,9 +247,12 @@ class Chat:
     def heads(self, precision: str) -> UntrainedHeads:
         """Its draft heads."""
         if precision not in self._heads:
-            folder = self.gguf if precision == "q4_1" else self.folder
+            folder = self._folder_of(precision)
             self._heads[precision] = UntrainedHeads(folder, self.target(precision))
         return self._heads[precision]
+
+    def _folder_of(self, precision: str) -> Path:
+        return self.gguf if precision == "q4_1" else self.folder
 
     @cached_property
     def drafter(self) -> LlamaRunner:
@@ -395,9 +399,8 @@ class Chat:
         """What devices, as many as there are sessions at a time, get from a server."""
         devices: SimpleQueue[dict[str, Drafter]] = SimpleQueue()
         count = min(case.batch, len(prompts))
-        own = self.device_drafters(count) if not copies(case.method) else []
-        for i in range(count):
-            devices.put({"draft_model": own[i]} if own else {})
+        for drafters in self._drafters_of_devices(case, count):
+            devices.put(drafters)
 
         def complete(i: int) -> Answer:
             drafters = devices.get()
@@ -416,6 +419,18 @@ class Chat:
             return Answer(done.token_ids, done.finish_reason, done.statistics)
 
         return _at_a_time(case.batch, complete, prompts)
+
+    def _drafters_of_devices(self, case: Case, count: int) -> list[dict[str, Drafter]]:
+        method = METHODS[case.method]
+        if method.head:  # each device has its own
+            heads = [
+                UntrainedHeads(self._folder_of(case.precision), self.target(case.precision))
+                for _ in range(count)
+            ]
+            return [{method.drafter: HeadDrafter(each.load(method.head))} for each in heads]
+        if copies(case.method):
+            return [{} for _ in range(count)]
+        return [{"draft_model": each} for each in self.device_drafters(count)]
 
     # --- the check --------------------------------------------------------------------------------
 

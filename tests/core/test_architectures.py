@@ -75,6 +75,7 @@ def test_what_computes_layers_of_its_own_takes_plain_types(zoo: Path) -> None:
 # --- a row depends on nothing but that row --------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", ["native", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", DIFFERENT_KINDS)

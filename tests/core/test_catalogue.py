@@ -12,7 +12,15 @@ import pytest
 
 from paceline.config import SpeculationConfig, parse_speculation
 from paceline.errors import InvalidArgument
-from paceline.methods import ACCEPTANCE_RULES, COMMON_KNOBS, LENGTHS, METHODS, SHAPES, SIZE_KNOBS
+from paceline.methods import (
+    ACCEPTANCE_RULES,
+    COMMON_KNOBS,
+    DIFFUSION_METHODS,
+    LENGTHS,
+    METHODS,
+    SHAPES,
+    SIZE_KNOBS,
+)
 from paceline.plan import resolve
 from paceline.request import Request
 from paceline.sampling import SamplingParams
@@ -83,9 +91,10 @@ def test_every_method_says_what_it_is(name: str) -> None:
 def test_every_knob_is_described_and_belongs_to_a_method(name: str) -> None:
     field = SpeculationConfig.model_fields[name]
     assert field.description and field.description.endswith(".")
+    methods = [*METHODS.values(), *DIFFUSION_METHODS.values()]
     used = {ACCEPTANCE_RULES[method.acceptance] for method in METHODS.values()}
     rules = {knob.name for rule in used for knob in rule.knobs}
-    defaults = [method.knob_defaults for method in METHODS.values()]
+    defaults = [method.knob_defaults for method in methods]
     parts = [{knob.name for knob in p.knobs} for p in (*SHAPES.values(), *LENGTHS.values())]
     belongs = any(name in knobs for knobs in (*defaults, *parts, rules, {BRANCHING.name}))
     drawn = name == DRAFT_SUPPORT.name

@@ -280,6 +280,7 @@ def test_a_full_context_ends_with_length(method: str, prompt_length: int, zoo: P
     small.assert_nothing_is_left()
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("method", LOCAL_METHODS)
 def test_one_token(method: str, tiny_folder: Path, reference: Reference) -> None:
     small = small_engine(tiny_folder)

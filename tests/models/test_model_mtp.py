@@ -123,7 +123,12 @@ def with_layer(kind: str, folder: Path) -> Path:
     return target
 
 
-@pytest.fixture(scope="module", params=MAKERS)
+# Tests with as many layers as the published models take their time.
+DEEP = ("deepseek_v3", "glm4_moe")
+KINDS = [pytest.param(kind, marks=pytest.mark.slow if kind in DEEP else ()) for kind in MAKERS]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_layer(request.param, tmp_path_factory.mktemp("mtp"))
 

@@ -129,6 +129,7 @@ def prefill(runner: TransformersRunner, token_ids: Any) -> TransformersSequence:
     return sequence
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_self_check_finds_the_fastest_right_strategy(kind: str, load: Load) -> None:
     runner = load(kind)

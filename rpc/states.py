@@ -36,6 +36,8 @@ GROUP = 32
 their neighbours precision."""
 MAX_VALUES = 2**20
 """Numbers for each token, at most."""
+LEAST_LAYERS = 8
+"""Layers that a client may always ask for; of a larger target, as many as it has."""
 PIECE_BYTES = 1024 * 1024
 """Rows in one message, at most, or one row: a long prompt's states go in pieces."""
 KEPT_BYTES = 16 * 1024 * 1024
@@ -90,10 +92,8 @@ class StatesCodec:
             allowed = f"one of {', '.join(sorted(needs))}"
             raise InvalidArgument(f"{field}.need", message.need, allowed)
         need, layers = needs[message.need], tuple(message.layers)
-        # One layer twice would let a client ask for more states than there are.
-        distinct = len({*layers}) == len(layers)
-        if bool(layers) != (need is Need.LAYER_STATES) or 0 in layers or not distinct:
-            allowed = "numbers of layers from 1, each once, with layer_states; else none"
+        if bool(layers) != (need is Need.LAYER_STATES) or 0 in layers:
+            allowed = "numbers of layers from 1 with layer_states, and none with hidden_states"
             raise InvalidArgument(f"{field}.layers", list(layers)[:8], allowed)
         count = max(1, len(layers)) * message.hidden_size
         if not 0 < count <= MAX_VALUES:
@@ -445,9 +445,11 @@ def checked_codec(
     if codec.layout.hidden_size != hidden_size:
         allowed = f"{hidden_size}, the target's"
         raise InvalidArgument("states.hidden_size", codec.layout.hidden_size, allowed)
-    if max(codec.layout.layers, default=1) > num_layers:
-        allowed = f"numbers of layers up to the target's {num_layers}"
-        raise InvalidArgument("states.layers", list(codec.layout.layers)[:8], allowed)
+    # A head of a small target may read a layer twice; a client must not ask for states without end.
+    layers, most = codec.layout.layers, max(num_layers, LEAST_LAYERS)
+    if max(layers, default=1) > num_layers or len(layers) > most:
+        allowed = f"at most {most} numbers of layers up to the target's {num_layers}"
+        raise InvalidArgument("states.layers", list(layers)[:8], allowed)
     return codec
 
 

@@ -526,7 +526,6 @@ WRONG = {
     "other states": (states(need="layer_states", layers=[1, 2]), "states.layout"),
     "layers without a number": (states(need="layer_states"), "states.layout.layers"),
     "layer 0": (states(need="layer_states", layers=[0]), "states.layout.layers"),
-    "a layer twice": (states(need="layer_states", layers=[1, 1]), "states.layout.layers"),
     "a million layers": (
         states(need="layer_states", layers=range(1, 10**6)),
         "states.layout.layers",

@@ -15,7 +15,7 @@ from paceline.models.llama import LlamaRunner
 from paceline.models.prefix_cache import PrefixCache
 from paceline.numerics import Fingerprint
 from paceline.tree import is_chain
-from paceline.types import Draft, FloatArray, IntArray, Need, Verification
+from paceline.types import STATES, Draft, FloatArray, IntArray, Need, Verification
 from paceline.view import SessionView
 
 
@@ -67,9 +67,6 @@ class Target(Protocol):
     def truncate(self, session: SessionView, length: int) -> None: ...
 
     def exit_logits(self, states: torch.Tensor) -> torch.Tensor: ...
-
-
-_STATES = frozenset({Need.HIDDEN_STATES, Need.LAYER_STATES})
 
 
 def _shareable(session: SessionView) -> bool:
@@ -233,7 +230,7 @@ class ModelTarget:
         """Give a session a KV sequence: an empty one, or one that begins with cached entries."""
         sequence = self._sequences[session.session_id] = _new_sequence(self.runner, session)
         # What reads the target's states or logits for the prompt must see them for all of it.
-        end = session.num_known if session.needs & _STATES else session.length - 1
+        end = session.num_known if session.needs & STATES else session.length - 1
         if self.prefixes is not None and _shareable(session) and not _scores_prompt(session):
             assert isinstance(self.runner, LlamaRunner)
             self.runner.adopt(sequence, session.token_ids[:end], session.tenant)

@@ -37,6 +37,10 @@ class Need(enum.Enum):
     SHARED_MODEL = "shared_model"
 
 
+STATES = frozenset({Need.HIDDEN_STATES, Need.LAYER_STATES})
+"""What heads read of a forward."""
+
+
 @dataclass(frozen=True, slots=True)
 class StatesLayout:
     """Which states of the target a drafter reads, and where they stand in what it is sent.

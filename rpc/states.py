@@ -21,15 +21,13 @@ from paceline.drafters.base import Drafter, kept_rows
 from paceline.errors import InvalidArgument
 from paceline.rpc.errors import PrefixDiverged
 from paceline.rpc.gen.paceline.v1 import common_pb2
-from paceline.types import FloatArray, Need, Outcome, StatesLayout, Verification
+from paceline.types import STATES, FloatArray, Need, Outcome, StatesLayout, Verification
 
 if TYPE_CHECKING:
     import torch
 
     from paceline.view import SessionView
 
-SENT = frozenset({Need.HIDDEN_STATES, Need.LAYER_STATES})
-"""What can be sent of a target's forwards."""
 ENCODINGS = ("int8", "bfloat16", "float32")
 GROUP = 32
 """Numbers that share a scale in int8: a residual stream has a few enormous numbers, which cost only
@@ -87,7 +85,7 @@ class StatesCodec:
             InvalidArgument: it makes no sense; names the field after ``field``.
         """
         STATES_LAYERS.check(len(message.layers), f"{field}.layers")
-        needs = {need.value: need for need in SENT}
+        needs = {need.value: need for need in STATES}
         if message.need not in needs:
             allowed = f"one of {', '.join(sorted(needs))}"
             raise InvalidArgument(f"{field}.need", message.need, allowed)
@@ -387,7 +385,7 @@ class StatesFeed:
 
     def is_behind(self, session: SessionView) -> bool:
         """Whether the drafter needs states that are not there, so it cannot draft in this round."""
-        return bool(session.needs & SENT) and self.end(session) < session.length - 1
+        return bool(session.needs & STATES) and self.end(session) < session.length - 1
 
     def pieces(self, session: SessionView, first: int, end: int) -> list[common_pb2.States]:
         """Messages with a session's states from ``first`` on, as far as they are kept."""
@@ -414,7 +412,7 @@ class StatesForwarder(Drafter):
     """A drafter in another process that is sent the target's states, where it reads some."""
 
     elsewhere = True
-    forwards = SENT
+    forwards = STATES
 
     def __init__(self, feed: StatesFeed | None = None) -> None:
         self._feed = feed or StatesFeed()

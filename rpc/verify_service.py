@@ -40,14 +40,14 @@ from paceline.rpc.messages import (
     statistics_to_message,
 )
 from paceline.rpc.quotas import QuotaExceeded
-from paceline.rpc.states import SENT, StatesFeed, checked_codec, count_states
+from paceline.rpc.states import StatesFeed, checked_codec, count_states
 from paceline.rpc.streams import within
 from paceline.rpc.tracing import Tracing, traceparent_of
 from paceline.rpc.transcript import ServerTranscript
 from paceline.sampling import CONSTRAINTS, SamplingParams
 from paceline.session import Session
 from paceline.tree import depths, height
-from paceline.types import Draft
+from paceline.types import STATES, Draft
 
 if TYPE_CHECKING:
     from paceline.engine import EngineThread, RoundEvent
@@ -120,7 +120,7 @@ def _feed_of(target: ModelTarget, request: verify_pb2.OpenRequest) -> StatesFeed
     if not request.HasField("states"):
         return None
     config = getattr(target.runner, "config", None)
-    if SENT - target.provides or config is None:
+    if STATES - target.provides or config is None:
         raise InvalidArgument("states", "set", "nothing: this target gives no states")
     return StatesFeed(checked_codec(request.states, target.num_layers, config.hidden_size))
 

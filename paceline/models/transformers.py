@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from paceline.models.transformers_taps import OutputLayer
 from paceline.models.transformers_trees import STRATEGIES, ModelCalls, Strategy, Trees
 from paceline.numerics import Fingerprint, digest_tensors, torch_class
 from paceline.tree import depths
-from paceline.types import Need
+from paceline.types import STATES, Need
 
 _DTYPES = {
     "float32": torch.float32,
@@ -115,13 +114,15 @@ class TransformersRunner:
     def _find_output_layer(self, raw: dict[str, Any]) -> None:
         """Find what draft heads need of the model, and try it."""
         self._output_layer: OutputLayer | None = None
-        with suppress(LookupError, AttributeError, NotImplementedError):
+        try:
             layer = OutputLayer(self.model, raw, self.context_length)
-            self.provides |= {Need.HIDDEN_STATES, Need.LAYER_STATES}
-            if has_states(self, self._calls, layer):
-                self._output_layer = layer
-                return
-        self.provides = frozenset({Need.TREE_LOGITS})
+        except (LookupError, AttributeError, NotImplementedError):
+            return  # it has another form, or transformers does not say where it is
+        self.provides |= STATES
+        if has_states(self, self._calls, layer):
+            self._output_layer = layer
+        else:
+            self.provides -= STATES
 
     # --- ModelRunner ---------------------------------------------------------------------------
 
@@ -181,7 +182,7 @@ class TransformersRunner:
                 f"at most {', '.join(sorted(need.value for need in self.provides))}, which this "
                 "model gives on the general path",
             )
-        states = wants & {Need.HIDDEN_STATES, Need.LAYER_STATES}
+        states = wants & STATES
         total = sum(len(segment.token_ids) for segment in segments)
         if total > self.num_free:
             raise ResourceExhausted(

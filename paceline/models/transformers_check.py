@@ -19,7 +19,7 @@ from paceline.models.transformers_trees import (
     Strategy,
     Trees,
 )
-from paceline.types import IntArray, Need
+from paceline.types import STATES, IntArray, Need
 
 # Logits of one token computed in two ways may differ by rounding; a wrong mask or position changes
 # them altogether. Root mean square of the difference over that of the (centred) logits.
@@ -111,11 +111,10 @@ def has_states(runner: ModelRunner, calls: ModelCalls, layer: OutputLayer) -> bo
     """
     if calls.taps is None:
         return False
-    needs = frozenset({Need.HIDDEN_STATES, Need.LAYER_STATES})
     ids = np.random.default_rng(1).integers(0, runner.vocab_size, 5).astype(np.int64)
     sequence = runner.new_sequence()
     try:
-        result = runner.forward([Segment(sequence, ids)], needs)
+        result = runner.forward([Segment(sequence, ids)], STATES)
     # As in `find_strategy`: each model fails in its own way, and such a one has no states.
     except Exception:
         return False

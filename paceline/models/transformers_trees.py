@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -96,30 +96,18 @@ class ModelCalls:
 
         # [num_rows, num_kept, row_size]
         """
-        if self.wants and self.taps is not None:
-            return self._with_states(self.taps, ids, keep, options)
-        if self._takes_logits_to_keep:
-            options["logits_to_keep"] = keep
-        outputs = self.model(input_ids=ids.to(self.device), **options)
-        logits: torch.Tensor = outputs.logits
-        return (logits if self._takes_logits_to_keep else _kept(logits, keep)), outputs
-
-    def _with_states(
-        self,
-        taps: StateTaps,
-        ids: torch.Tensor,
-        keep: int | torch.Tensor,
-        options: dict[str, Any],
-    ) -> tuple[torch.Tensor, Any]:
         if self._takes_logits_to_keep:
             options["logits_to_keep"] = keep if self.has_logits else 1
-        with taps.taken(self.wants) as states:
+        taken = (
+            nullcontext(list[torch.Tensor]()) if self.taps is None else self.taps.taken(self.wants)
+        )
+        with taken as states:
             outputs = self.model(input_ids=ids.to(self.device), **options)
         columns = [_kept(each, keep) for each in states]
         if self.has_logits:
-            logits = outputs.logits
+            logits: torch.Tensor = outputs.logits
             columns.insert(0, logits if self._takes_logits_to_keep else _kept(logits, keep))
-        return torch.cat(columns, -1), outputs
+        return (columns[0] if len(columns) == 1 else torch.cat(columns, -1)), outputs
 
 
 def _kept(rows: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:

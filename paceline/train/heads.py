@@ -30,7 +30,7 @@ from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.train.data import TrainingText
 from paceline.train.trainer import Batch
-from paceline.types import IntArray, Need
+from paceline.types import STATES, IntArray, Need
 
 DataSource = Literal["corpus", "target"]
 DATA_SOURCES: tuple[str, ...] = get_args(DataSource)
@@ -172,7 +172,7 @@ class DraftHeadTask:
             mask: the tokens that have a loss; None: all.  # bool [batch, length + 1]
         """
         wants = self.head.needs | self.head.training_needs
-        wants &= {Need.HIDDEN_STATES, Need.LAYER_STATES}
+        wants &= STATES
         wants |= {Need.HIDDEN_STATES}
         hidden, logits, states = [], [], []
         for part in rows.split(_ROWS):

@@ -155,6 +155,7 @@ def converse(
     """The target talks to itself, for ever; it is loaded with the first conversation."""
     if not on_gpu:
         yield from Writer(model, questions, seed=seed).write()
+        return
     folder = model_folder(resolve_model(model))
     target = HeadTarget.from_folder(folder, dtype=torch.bfloat16, device="cuda")
     dialogues = Dialogues(load_tokenizer(folder), questions, seed=seed, answer_tokens=400)

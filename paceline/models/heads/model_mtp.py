@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,9 @@ class ModelMtp(PublishedEagle):
     def __init__(
         self, target: HeadTarget, tensors: Mapping[str, Tensor], names: MtpNames, named: str
     ) -> None:
-        super().__init__(target, mtp_layout(Layout(target.config)))
+        # The base's own layer and table of positions are not used.
+        unused = replace(target.config, intermediate_size=1, context_length=1)
+        super().__init__(target, mtp_layout(Layout(unused)))
         self.names = names
         own = {name: value for name, value in tensors.items() if name not in names.of_target}
         parts = (names.fc, names.embedding_norm, names.hidden_norm, names.norm)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.batching import BatchStrategy
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig, keys_at
@@ -583,7 +583,7 @@ class DeploymentConfig(_Block):
     )
     speculation: SpeculationConfig = Field(
         SpeculationConfig(method="auto"),
-        description="Default method and knobs of requests that name none.",
+        description="Default method and knobs of requests that name none. Empty: auto.",
     )
     target: TargetConfig = TargetConfig()
     drafter: DrafterConfig = DrafterConfig()
@@ -592,6 +592,11 @@ class DeploymentConfig(_Block):
     online: OnlineConfig = OnlineConfig()
     direct: DirectConfig = DirectConfig()
     tracing: TracingConfig = TracingConfig()
+
+    @field_validator("speculation")
+    @classmethod
+    def _auto_without_values(cls, speculation: SpeculationConfig) -> SpeculationConfig:
+        return speculation if speculation.model_fields_set else SpeculationConfig(method="auto")
 
     @property
     def roles(self) -> list[_Replicas | OnlineConfig]:

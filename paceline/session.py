@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.constraints import Constraint
     from paceline.knobs import Knobs
     from paceline.lengths.base import LengthContext, LengthController
+    from paceline.lengths.experience import RankRates
     from paceline.plan import Plan
     from paceline.shapes.base import Shape
     from paceline.tokenizer import Tokenizer
@@ -137,6 +138,7 @@ class Session:
         prompt_length: number of prompt tokens at the start of ``token_ids``.
         plan: how drafts are made, accepted and sized for this session.
         rule: the plan's acceptance rule, with its weights if it has some.
+        ranks: counts which of its drafter's candidates are taken; None: its tree follows no counts.
         prediction: tokens that the client expects as the output.
         constraint: the output's constraint, advanced past the committed tokens.
         stop_ids: the tokens that end the generation.
@@ -175,6 +177,7 @@ class Session:
         self.prompt_length = len(self.token_ids)
         self.params = params
         self.plan, self.rule = plan, rule or plan.rule
+        self.ranks: RankRates | None = None
         self.method_name = plan.method.name
         self.traceparent = self.tenant = self.adapter = ""
         self.weight, self.priority = 1.0, 0

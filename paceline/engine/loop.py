@@ -78,6 +78,8 @@ def decode_round(
         session.stats.count(outcome, draft_s, verify_s)
         session.note_output()
         session.length_controller.observe(outcome, draft_s, verify_s)
+        if session.ranks is not None:
+            session.ranks.observe(draft, acceptance.path)
     drafting.observe(sessions, outcomes)
     return outcomes
 

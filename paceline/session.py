@@ -153,8 +153,7 @@ class Session:
         adapter: name of the target's adapter that it decodes with; "" is none.
         teaches_drafter: see :class:`paceline.request.Request`.
         finish_reason: None while running; then "stop", "length", "cancelled" or "error".
-        stop_cause: the stop string, or the one of ``stop_token_ids``, that ended it; None:
-            something else did.
+        stop_cause: the stop string, or the one of ``stop_token_ids``, that ended it; else None.
     """
 
     def __init__(
@@ -181,8 +180,7 @@ class Session:
         self.method_name = plan.method.name
         self.traceparent = self.tenant = self.adapter = ""
         self.weight, self.priority = 1.0, 0
-        self.prediction = tuple(prediction)
-        self.constraint = constraint
+        self.prediction, self.constraint = tuple(prediction), constraint
         self.length_controller: LengthController = plan.new_length_controller(length_context)
         self.state = SessionState.WAITING
         self.stats = SessionStatistics()

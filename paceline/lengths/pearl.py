@@ -12,6 +12,8 @@ tell: the kind with more tokens per second is used, and the other one tried agai
 
 from __future__ import annotations
 
+from collections import deque
+from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from paceline.lengths.base import LengthPart
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
     from paceline.view import SessionView
 
 
-TRIAL_ROUNDS = 16  # of either kind, until one is chosen; and of the other one, later
-ROUNDS_BETWEEN = 1024  # two such trials: a slow kind takes 1.5 % of the rounds
-MEMORY = 0.98  # decay of what is known of a kind, for each round
+TRIAL_ROUNDS = 8  # of one kind in a row, while both are tried
+LEAST_ROUNDS = 24  # of either kind, until one is chosen
+ROUNDS_BETWEEN = 256  # until the other kind is tried again: it takes 3 % of the rounds
+KNOWN_ROUNDS = 64  # the last ones of a kind count
+LEAST_GAIN = 1.05  # of overlapping: estimates are no more accurate
 
 
 class Overlap:
@@ -36,34 +40,32 @@ class Overlap:
     def __init__(self) -> None:
         self.now = False
         self._left = TRIAL_ROUNDS if usable_cores().usable > 1 else None  # None: it stays so
-        self._tokens = {False: 0.0, True: 0.0}
-        self._seconds = {False: 0.0, True: 0.0}
-        self._on_trial = True
+        self._tries = True
+        self._tokens, self._seconds = (
+            {kind: deque[float](maxlen=KNOWN_ROUNDS) for kind in (False, True)} for _ in range(2)
+        )
 
     def observe(self, beside: bool, tokens: int, seconds: float) -> None:
         """Learn from a round that committed ``tokens`` tokens."""
-        self._tokens[beside] = MEMORY * self._tokens[beside] + tokens
-        self._seconds[beside] = MEMORY * self._seconds[beside] + seconds
+        self._tokens[beside].append(tokens)
+        self._seconds[beside].append(seconds)
         if self._left is None or beside is not self.now:
             return
         self._left -= 1
         if self._left > 0:
             return
-        if not self._seconds[not self.now]:
+        if min(map(len, self._seconds.values())) < LEAST_ROUNDS:
             self.now, self._left = not self.now, TRIAL_ROUNDS
-        elif self._on_trial:
-            self.now, self._left = self.is_faster, ROUNDS_BETWEEN
-            self._on_trial = False
+            return
+        best = self._speed(True) > LEAST_GAIN * self._speed(False)
+        if self._tries or best is not self.now:
+            self.now, self._left, self._tries = best, ROUNDS_BETWEEN, False
         else:
-            self.now, self._left, self._on_trial = not self.now, TRIAL_ROUNDS, True
+            self.now, self._left, self._tries = not self.now, TRIAL_ROUNDS, True
 
-    @property
-    def is_faster(self) -> bool:
-        """Whether rounds that overlap have more tokens per second than the others, so far."""
-        (in_turn, turn_s), (beside, beside_s) = (
-            (self._tokens[kind], self._seconds[kind]) for kind in (False, True)
-        )
-        return beside * turn_s > in_turn * beside_s
+    def _speed(self, beside: bool) -> float:
+        """Tokens per second; the median of the seconds, as other work disturbs some rounds."""
+        return mean(self._tokens[beside]) / median(self._seconds[beside])
 
 
 class Pearl:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 TRIAL_ROUNDS = 8  # of one kind in a row, while both are tried
 LEAST_ROUNDS = 24  # of either kind, until one is chosen
-ROUNDS_BETWEEN = 256  # until the other kind is tried again: it takes 3 % of the rounds
+# Until the other kind is tried again. A wrong choice of rounds that overlap must not last; trying
+# these takes 3 % of the rounds.
+ROUNDS_BETWEEN = {False: 256, True: 64}
 KNOWN_ROUNDS = 64  # the last ones of a kind count
 LEAST_GAIN = 1.05  # of overlapping: estimates are no more accurate
 
@@ -59,7 +61,7 @@ class Overlap:
             return
         best = self._speed(True) > LEAST_GAIN * self._speed(False)
         if self._tries or best is not self.now:
-            self.now, self._left, self._tries = best, ROUNDS_BETWEEN, False
+            self.now, self._left, self._tries = best, ROUNDS_BETWEEN[best], False
         else:
             self.now, self._left, self._tries = not self.now, TRIAL_ROUNDS, True
 

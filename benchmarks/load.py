@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 import paceline
+from paceline.batching import Batching
 from paceline.bench.prompts import builtin_prompts
 from paceline.bench.suites import read_prompts
 from paceline.chat import encode_prompt, template_of
@@ -166,8 +167,15 @@ def strategies(engine: Engine, options: argparse.Namespace) -> None:
     params = SamplingParams(max_tokens=64, ignore_eos=True)
     prompts = prompts_of(engine, 24)
     config = SpeculationConfig(method="draft_model", length="confidence")
-    names = ("ragged", "same_length", "pad", "split")
-    engines = {n: sibling(engine, batch_strategy=n, batch_size=8) for n in names}
+    names = ("ragged", "same_length", "no pool", "pad", "split")
+    engines = {
+        name: sibling(
+            engine, batch_strategy="same_length" if name == "no pool" else name, batch_size=8
+        )
+        for name in names
+    }
+    # EXSPEC's groups without its pool: of the sessions that would go anyway.
+    engines["no pool"].scheduler.batching = Batching("same_length", 8, window=8)
     rates: dict[str, list[float]] = {name: [] for name in names}
     tokens: dict[str, list[list[int]]] = {}
     for _ in range(options.repetitions):
@@ -175,15 +183,17 @@ def strategies(engine: Engine, options: argparse.Namespace) -> None:
             rate, tokens[name] = closed_loop(each, prompts, config, 24, params)
             rates[name].append(rate)
     print(
-        "strategy     tok/s, median (range)       x ragged  grouped  realigned  padding  identical"
+        "strategy     tok/s, median (range)       x ragged  grouped  realigned  KV padding  padding"
+        "  identical"
     )
     for name in names:
         ratio = statistics.median(a / b for a, b in zip(rates[name], rates["ragged"], strict=True))
-        counters = engines[name].batching.counters
+        counters = engines[name].scheduler.batching.counters
         print(
             f"{name:11} {spread(rates[name]):>26}  {ratio:8.2f}  "
             f"{counters.num_grouped / counters.num_steps:7.0%}  "
             f"{counters.num_realigned / counters.num_steps:9.1f}  "
+            f"{counters.padding_share:10.1%}  "
             f"{engines[name].local_target.num_padding / counters.num_steps:7.1f}  "
             f"{'yes' if tokens[name] == tokens['ragged'] else 'NO'}"
         )

@@ -192,7 +192,7 @@ def chat(
         with suppress(ImportError):
             import readline  # noqa: F401  # input() has a history then
         err.print("[dim]/help lists the commands; ctrl-d leaves[/]")
-    with kept_experience(engine, chosen):
+    with kept_experience(engine, talk.config):
         while (line := _read()) is not None:
             text = line.strip()
             try:

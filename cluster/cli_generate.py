@@ -22,9 +22,9 @@ from paceline.numerics import check_mismatch
 
 if TYPE_CHECKING:
     from paceline.config import SpeculationConfig
-    from paceline.lengths.base import LengthController
     from paceline.rpc.client import Completion
     from paceline.sampling import SamplingParams
+    from paceline.session import Session
     from paceline.tokenizer import Tokenizer
 
 ACCEPTED_STYLE = "green"
@@ -258,7 +258,7 @@ def run_here(
     splitter = PieceSplitter(engine.tokenizer)
     pieces: list[Piece] = []
 
-    with kept_experience(engine, config.method):
+    with kept_experience(engine, config):
         session = engine.submit(
             Request(
                 prompt_ids(request, engine.tokenizer, target_path),
@@ -304,7 +304,7 @@ def run_here(
         **session.stats.as_dict(),
         "finish_reason": session.finish_reason,
         **_note(config, session.stats.as_dict()),
-        **_explanation(session.length_controller),
+        **_explanation(session),
         **numerics_of,
     }
 
@@ -393,10 +393,13 @@ def run_on_server(
     }
 
 
-def _explanation(controller: LengthController) -> dict[str, Any]:
-    """Why method ``auto`` chose what it chose; nothing for other methods."""
+def _explanation(session: Session) -> dict[str, Any]:
+    """Why method ``auto`` chose what it chose; what a tree's ranks were worth; else nothing."""
     from paceline.lengths.auto import Auto
 
+    if session.ranks is not None:
+        return {"rank_acceptance": session.ranks.rates()}
+    controller = session.length_controller
     return {"explain": controller.explain()} if isinstance(controller, Auto) else {}
 
 

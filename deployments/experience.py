@@ -1,4 +1,6 @@
-"""Keeps what method ``auto`` has learnt in a file, for the next start and for other replicas.
+"""Keeps what an engine's sessions have learnt in a file, for the next start and other replicas.
+
+That is the experience of method ``auto``, and the acceptance by rank that trees are built from.
 
 The file lies in the cache folder, one for each model: replicas of a node share it, and so do those
 of several nodes whose cache folder is a shared volume. `paceline generate` and `chat` have one of
@@ -21,6 +23,7 @@ from paceline.errors import InvalidArgument
 from paceline.lengths.experience import experience_of
 
 if TYPE_CHECKING:
+    from paceline.config import SpeculationConfig
     from paceline.engine import Engine, EngineThread
 
 INTERVAL_S = 60.0
@@ -75,7 +78,7 @@ class ExperienceFile:
                 self._written = text
         except OSError as error:
             if self._works:
-                logger.warning("method auto starts anew after a restart: %s", error)
+                logger.warning("what is learnt starts anew after a restart: %s", error)
             self._works = False
 
     def _read(self) -> Any:
@@ -110,16 +113,19 @@ class ExperienceFile:
 
 
 @contextlib.contextmanager
-def kept_experience(engine: Engine, method: str) -> Iterator[None]:
+def kept_experience(engine: Engine, config: SpeculationConfig) -> Iterator[None]:
     """Begin with what was learnt before with this target, and keep what is learnt inside.
 
     Args:
-        method: of the requests; only "auto" learns.
+        config: of the requests; method ``auto`` learns, and trees that follow measured ranks.
     """
-    from paceline.profile import LoadCosts  # loads torch, which who builds an application has not
+    # These load torch, which who builds an application has not.
+    from paceline.plan import resolve
+    from paceline.profile import LoadCosts
 
     costs = engine.length_context.measure
-    if method != "auto" or not isinstance(costs, LoadCosts):
+    learns = config.method == "auto" or resolve(config).measures_ranks
+    if not learns or not isinstance(costs, LoadCosts):
         yield
         return
     # A fingerprint would be better, but takes a reading of all weights.

@@ -7,7 +7,8 @@ unpadded input and KV (Ni et al. 2024, arXiv 2405.07542). The others exist for c
 ``same_length``: EXSPEC ("Batch speculative decoding done right", 2025, arXiv 2510.22876). Among a
     window of sessions, those of equal length go together; a padded layout stacks them without
     realigning. If no length fills a batch, the oldest sessions go, and the shorter ones of them
-    count as realigned.
+    count as realigned. Nothing here has to be: a sequence is a table of slots in a pool, in
+    Paceline's own runners as in the packed one of transformers.
 ``pad``, ``split``: BASS (Qian et al. 2024, arXiv 2404.15778). One forward with every draft padded
     to the longest, or one forward for each sequence.
 
@@ -47,12 +48,19 @@ class BatchCounters:
         num_grouped: steps whose sessions all had the same length.
         num_realigned: sessions that a padded KV layout would have realigned.
         num_kv_padding: entries by which sessions were shorter than the longest one of their step.
+        num_kv_entries: those that their sessions had.
     """
 
     num_steps: int = 0
     num_grouped: int = 0
     num_realigned: int = 0
     num_kv_padding: int = 0
+    num_kv_entries: int = 0
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the entries of a padded layout that would be padding."""
+        return self.num_kv_padding / max(1, self.num_kv_padding + self.num_kv_entries)
 
 
 class Batching:
@@ -86,6 +94,7 @@ class Batching:
         self.counters.num_grouped += not any(padding)
         self.counters.num_realigned += sum(map(bool, padding))
         self.counters.num_kv_padding += sum(padding)
+        self.counters.num_kv_entries += sum(session.length for session in chosen)
         return chosen
 
     def _group(self, ready: Sequence[S]) -> list[S]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from paceline.models.heads.layer import distant_target
 from paceline.models.layouts import read_config
 from paceline.models.llama import LlamaRunner
 from paceline.numerics import refuse_portable
-from paceline.profile import LoadCosts, profile_key
+from paceline.profile import LoadCosts, profile_key, weights_digest
 from paceline.target import ModelTarget
 from paceline.tokenizer import Tokenizer, check_same_tokenizer, eos_token_ids, load_tokenizer
 
@@ -371,10 +372,17 @@ def _length_context(
     """What the length controllers of an engine over these folders need to know."""
     config = _config(target)
     draft_config = _config(drafter) if drafter is not None else {}
+
+    @cache
+    def weights_of(name: str) -> str:
+        folder = drafter if name == "draft_model" else heads / name
+        return weights_digest(folder) if folder is not None and folder.exists() else ""
+
     return LengthContext(
         measure=costs,
         heads=heads,
         vocab_size=config.get("vocab_size") or 0,
         target_hidden_size=config.get("hidden_size") or 0,
         drafter_hidden_size=draft_config.get("hidden_size") or 0,
+        weights_of=weights_of,
     )

@@ -71,7 +71,7 @@ from paceline.shapes.iid import IID
 from paceline.shapes.kary import CHAIN, KARY
 from paceline.shapes.rsd_c import RSD_C
 from paceline.shapes.rsd_s import RSD_S
-from paceline.shapes.sequoia import RANK_ACCEPTANCE, sequoia_paths
+from paceline.shapes.sequoia import FIRST_RATES, RANK_ACCEPTANCE, sequoia_paths
 from paceline.shapes.template import TEMPLATE, Template
 from paceline.types import Need
 
@@ -180,7 +180,9 @@ SHAPES: Mapping[str, ShapePart] = {
     "sequoia": ShapePart(
         make=lambda knobs: Template(
             sequoia_paths(
-                knobs[RANK_ACCEPTANCE], knobs.node_budget or 1, knobs.num_speculative_tokens or 1
+                knobs[RANK_ACCEPTANCE] or FIRST_RATES,
+                knobs.node_budget or 1,
+                knobs.num_speculative_tokens or 1,
             )
         ),
         nodes=lambda knobs, depth: 3 * depth,
@@ -401,7 +403,7 @@ METHODS: Mapping[str, Method] = {
         Method(
             name="pearl",
             paper="Liu et al.: PEARL, 2024, arXiv 2408.11850",
-            summary="The draft model drafts ahead while a target in another process verifies.",
+            summary="The draft model drafts ahead while the target verifies.",
             drafter="draft_model",
             shape="chain",
             acceptance="coupled",

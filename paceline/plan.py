@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.acceptance.base import AcceptanceRule, with_knobs
@@ -33,6 +33,7 @@ from paceline.methods import (
     Method,
 )
 from paceline.shapes.base import BRANCHING, DRAFT_SUPPORT, Shape, ShapePart
+from paceline.shapes.sequoia import RANK_ACCEPTANCE
 from paceline.types import DepthPolicy, Need
 
 
@@ -81,6 +82,16 @@ class Plan:
         """What all drafters together need from the target."""
         return self.method.needs.union(*(part.needs for part in self.parts))
 
+    @property
+    def measures_ranks(self) -> bool:
+        """Whether the tree follows what was counted of its drafter's candidates."""
+        return self.config.shape == "sequoia" and self.config[RANK_ACCEPTANCE] is None
+
+    def with_ranks(self, rates: tuple[float, ...]) -> Plan:
+        """The same plan with the tree that is best for ``rates``."""
+        config = self.config.model_copy(update={RANK_ACCEPTANCE.name: rates})
+        return replace(self, config=config, shape=SHAPES["sequoia"].make(config))
+
     def new_length_controller(self, context: LengthContext | None = None) -> LengthController:
         """A controller for one session; ``context`` is shared by all sessions of an engine.
 
@@ -89,10 +100,12 @@ class Plan:
         """
         name = self.config.length or self.method.length
         context = context or LengthContext()
-        controller = LENGTHS[name].make(self.config, context)
+        # Sessions with equal configs share what they learn; rates that are counted differ a little.
+        config = self.config.model_copy(update={RANK_ACCEPTANCE.name: None})
+        controller = LENGTHS[name].make(config, context)
         if not self.guarded:
             return controller
-        return WhilePays(controller, length_bounds(self.config), self.config, context)
+        return WhilePays(controller, length_bounds(config), config, context)
 
 
 def trained_rule(rule: AcceptanceRule, context: LengthContext) -> AcceptanceRule:

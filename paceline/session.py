@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.constraints import Constraint
     from paceline.knobs import Knobs
     from paceline.lengths.base import LengthContext, LengthController
+    from paceline.lengths.experience import RankRates
     from paceline.plan import Plan
     from paceline.shapes.base import Shape
     from paceline.tokenizer import Tokenizer
@@ -137,6 +138,7 @@ class Session:
         prompt_length: number of prompt tokens at the start of ``token_ids``.
         plan: how drafts are made, accepted and sized for this session.
         rule: the plan's acceptance rule, with its weights if it has some.
+        ranks: counts which of its drafter's candidates are taken; None: its tree follows no counts.
         prediction: tokens that the client expects as the output.
         constraint: the output's constraint, advanced past the committed tokens.
         stop_ids: the tokens that end the generation.
@@ -151,8 +153,7 @@ class Session:
         adapter: name of the target's adapter that it decodes with; "" is none.
         teaches_drafter: see :class:`paceline.request.Request`.
         finish_reason: None while running; then "stop", "length", "cancelled" or "error".
-        stop_cause: the stop string, or the one of ``stop_token_ids``, that ended it; None:
-            something else did.
+        stop_cause: the stop string, or the one of ``stop_token_ids``, that ended it; else None.
     """
 
     def __init__(
@@ -175,11 +176,11 @@ class Session:
         self.prompt_length = len(self.token_ids)
         self.params = params
         self.plan, self.rule = plan, rule or plan.rule
+        self.ranks: RankRates | None = None
         self.method_name = plan.method.name
         self.traceparent = self.tenant = self.adapter = ""
         self.weight, self.priority = 1.0, 0
-        self.prediction = tuple(prediction)
-        self.constraint = constraint
+        self.prediction, self.constraint = tuple(prediction), constraint
         self.length_controller: LengthController = plan.new_length_controller(length_context)
         self.state = SessionState.WAITING
         self.stats = SessionStatistics()

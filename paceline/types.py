@@ -388,6 +388,8 @@ class Budget:
         portfolio: chooses among the drafters of method ``auto``, within depth and nodes.
         patience_s: seconds to wait for a draft of another process, before the round begins without
             one; None: as long as the drafter takes or until it fails.
+        beside: verify what was drafted during the last round, if anything, and draft during this
+            one, where the drafter can (:class:`paceline.engine.ahead.DraftingAhead`).
     """
 
     depth: int
@@ -396,6 +398,7 @@ class Budget:
     shadow: ShadowDraft | None = None
     portfolio: Portfolio | None = None
     patience_s: float | None = None
+    beside: bool = False
 
     @property
     def asked(self) -> Budget:

@@ -19,7 +19,8 @@ from paceline.counters import CounterBook, EngineCounters
 from paceline.drafters.base import Drafter
 from paceline.drafters.client import ClientDrafter
 from paceline.drafters.none import NoDrafter
-from paceline.engine.drafting import DrafterSet, Drafting
+from paceline.engine.ahead import DraftingAhead
+from paceline.engine.drafting import DrafterSet
 from paceline.engine.events import EventDelivery, EventHandler, RoundEvent
 from paceline.engine.intake import Intake
 from paceline.engine.loop import decode_round
@@ -80,7 +81,7 @@ class Engine:
         )  # fmt: skip
         self.wakeup = threading.Condition()  # notified when a draft has arrived
         self.interrupted: Callable[[], bool] = lambda: False  # True ends a wait for drafts early
-        self.drafting = Drafting(self.drafters, target.vocab_size, self.wakeup)
+        self.drafting = DraftingAhead(self.drafters, target.vocab_size, self.wakeup)
         self.intake = Intake(
             target, self.drafters, self.catalogue,
             tokenizer=tokenizer, eos_token_ids=self.eos_token_ids,
@@ -175,9 +176,8 @@ class Engine:
         if session is None:
             raise SessionNotFound(session_id)
         if not session.prompt_length <= length <= session.length:
-            raise InvalidArgument(
-                "length", length, f"a length in [{session.prompt_length}, {session.length}]"
-            )
+            allowed = f"a length in [{session.prompt_length}, {session.length}]"
+            raise InvalidArgument("length", length, allowed)
         if session.state is SessionState.WAITING:
             session.truncate(length)  # it may have committed tokens before it had to wait again
         else:

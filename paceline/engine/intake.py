@@ -17,7 +17,7 @@ from paceline.engine.scores import ScoredTree
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.lengths.auto import workload_of
 from paceline.lengths.base import LengthContext
-from paceline.lengths.experience import CROWD, crowded, experience_of
+from paceline.lengths.experience import CROWD, RankRates, crowded, experience_of
 from paceline.methods import ACCEPTANCE_RULES, AUTO_CHOICES, Method
 from paceline.plan import Plan, resolve, trained_rule
 from paceline.request import Request, check_adapter
@@ -74,6 +74,9 @@ class Intake:
             return self._scored_tree(request)
         prompt_ids = self._checked_prompt(request.prompt_ids)
         plan = self._plan(request)
+        ranks = self._ranks(plan, params)
+        if ranks is not None:
+            plan = plan.with_ranks(ranks.rates())
         if len(request.committed) > target.context_length:
             raise InvalidArgument(
                 "committed_token_ids", f"{len(request.committed)} tokens",
@@ -93,6 +96,8 @@ class Intake:
             rule=trained_rule(plan.rule, self.length_context),
         )  # fmt: skip
         _check_min_tokens(session)
+        if session.constraint is None:  # else siblings that it forbids are missing in drafts
+            session.ranks = ranks
         if committed:
             session.resume(committed)
         return self._taken(session, request)
@@ -208,6 +213,18 @@ class Intake:
         if plan.rule.name == "greedy" and request.params.temperature > 0:
             raise InvalidArgument("acceptance", "greedy", "'coupled' when temperature is above 0")
         return plan
+
+    def _ranks(self, plan: Plan, params: SamplingParams) -> RankRates | None:
+        """What is known of the candidates of a plan's drafter; None if its tree does not follow it.
+
+        It depends on the drafter's weights, and on how candidates are chosen.
+        """
+        if not plan.measures_ranks:
+            return None
+        drafter = plan.method.drafter
+        draws = "argmax" if params.is_plain_argmax else plan.rule.draws.value
+        weights = self.length_context.weights_of(drafter)
+        return experience_of(self.length_context).ranks(drafter, weights, draws)
 
     def _with_drafters(self, request: Request) -> SpeculationConfig:
         """The request's config; method ``auto`` gets all of its drafters that can draft here."""

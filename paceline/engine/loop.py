@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from paceline.acceptance.base import PathLogits
-from paceline.engine.drafting import Drafting
+from paceline.engine.ahead import DraftingAhead
 from paceline.sampling import argmax_rows
 from paceline.session import Session
 from paceline.target import Target
@@ -19,7 +19,7 @@ from paceline.types import Acceptance, Draft, Load, Need, Outcome, Verification
 
 def decode_round(
     sessions: Sequence[Session],
-    drafting: Drafting,
+    drafting: DraftingAhead,
     target: Target,
     load: Load,
     *,
@@ -44,7 +44,8 @@ def decode_round(
         *(s.needs | s.length_controller.needs for s in (*sessions, *(s for s, _ in prefill))),
     )
     pseudo = drafting.pseudo_tokens(sessions, drafts)
-    found = target.verify(sessions, drafts, wants, prefill, pseudo)
+    with drafting.ahead(sessions, drafts):  # some drafters draft on meanwhile
+        found = target.verify(sessions, drafts, wants, prefill, pseudo)
     verifications, reads = found[: len(sessions)], found[len(sessions) :]
     for (session, _), read in zip(prefill, reads, strict=True):
         drafting.read_prompt(session, read)
@@ -78,6 +79,8 @@ def decode_round(
         session.stats.count(outcome, draft_s, verify_s)
         session.note_output()
         session.length_controller.observe(outcome, draft_s, verify_s)
+        if session.ranks is not None:
+            session.ranks.observe(draft, acceptance.path)
     drafting.observe(sessions, outcomes)
     return outcomes
 

@@ -178,6 +178,7 @@ class LengthContext:
         exit_logits: the target's norm and head, applied to the states after a layer.
             # [num_rows, hidden_size] -> [num_rows, vocab_size]
         head_of: the kind of draft head that a method has; None: it has none.
+        weights_of: tells the weights of a drafter, given its name, from others; "": unknown, none.
     """
 
     profile: RoundCosts | None = None
@@ -191,6 +192,7 @@ class LengthContext:
     shadow_share: Callable[[SessionView], float | None] = lambda session: None
     exit_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
     head_of: Callable[[str], str | None] = lambda method: None
+    weights_of: Callable[[str], str] = lambda drafter: ""
     _shared: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict, init=False, repr=False)
 
     @property

@@ -1,7 +1,9 @@
-"""What the sessions of an engine learn together for method ``auto``: a prior for later sessions.
+"""What the sessions of an engine learn together: a prior for later sessions.
 
-It holds numbers only, by kind of prompt and drafter: nothing of any text. As a document it outlives
-the engine and goes to others (:meth:`Experience.document`, :meth:`Experience.merge`).
+That is what method ``auto`` knows of its drafters, by kind of prompt, and how often the candidates
+of each rank are right, from which the shape ``sequoia`` builds its trees. It holds numbers only,
+nothing of any text. As a document it outlives the engine and goes to others
+(:meth:`Experience.document`, :meth:`Experience.merge`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from typing import Any, NamedTuple
 
 from paceline.errors import InvalidArgument
 from paceline.lengths.base import LengthContext
+from paceline.shapes.sequoia import FIRST_RATES
+from paceline.tree import children
+from paceline.types import Draft
 
 VERSION = 2
 SHARED_MEMORY = 0.995  # decay of what sessions have learnt together, for each judged draft
@@ -25,6 +30,7 @@ HEAD_COST = 0.04  # rounds of AR in each round: a head reads the prompt and all 
 CROWD = 4  # sessions, from which on drafters are judged by the number of sessions
 TRY_AGAIN = 16  # sessions, of which one has a drafter that did not pay for others
 MOST_WEIGHT = 1.0 / (1.0 - SHARED_MEMORY)  # that decaying counts reach
+RANK_MEMORY = 0.9995  # decay of what is known of a rank, for each time that it was offered
 
 
 class DepthRates:
@@ -98,6 +104,57 @@ class DepthRates:
         self._weight, self._known = 1.0, None
 
 
+class RankRates:
+    """How likely each of a drafter's candidates for a token is right, the best one first.
+
+    Chen et al. 2024, Sequoia (arXiv 2402.12374), measures this before trees are built. Here the
+    sessions count: of the candidates offered behind an accepted token, which one was taken?
+    :data:`FIRST_RATES` counts as :data:`PRIOR_DRAFTS` offers of each rank.
+    """
+
+    def __init__(self) -> None:
+        self._ranks = [
+            DepthRates(1, lambda first=first: [first], RANK_MEMORY)  # type: ignore[misc]
+            for first in FIRST_RATES
+        ]
+
+    def observe(self, draft: Draft, path: Sequence[int]) -> None:
+        """Learn from a draft with siblings in the order of their ranks.
+
+        Args:
+            path: its accepted nodes, from the root down.
+        """
+        following = children(draft.parent_indices)
+        for node, taken in zip([-1, *path], [*path, None], strict=True):
+            for rates, offered in zip(self._ranks, following[node], strict=False):
+                rates.observe(1, int(offered == taken))
+
+    def rates(self) -> tuple[float, ...]:
+        """Probability that the candidate of each rank is right, in hundredths.
+
+        No rank is likelier than the one before: counts that say otherwise are noise, and a tree cut
+        to fewer nodes would leave out the better candidate.
+        """
+        left = highest = 1.0
+        rates = []
+        for each in self._ranks:
+            highest = min(highest, left, each.rates()[0])  # one candidate at most is right
+            left -= highest
+            rates.append(round(highest, 2))
+        return tuple(rates)
+
+    @property
+    def seen(self) -> tuple[list[float], list[float]]:
+        """Offers of each rank, and those that were right; old ones count less."""
+        counts = [each.seen for each in self._ranks]
+        return [tried for (tried,), _ in counts], [right for _, (right,) in counts]
+
+    def add(self, offered: Sequence[float], right: Sequence[float]) -> None:
+        """Add what another one has :attr:`seen`, as :meth:`DepthRates.add` does."""
+        for each, one, other in zip(self._ranks, offered, right, strict=True):
+            each.add([one], [other])
+
+
 class Balance(NamedTuple):
     """What sessions had of a drafter: rounds, and what it has saved and has cost in AR's rounds."""
 
@@ -149,7 +206,8 @@ class Roster:
 
 
 class Experience:
-    """Acceptance by kind of prompt, drafter and class of its draft; where drafts end; the roster.
+    """Acceptance by kind of prompt, drafter and class of its draft; where drafts end; the roster;
+    and acceptance by rank.
 
     Attributes:
         roster: which drafters a new session has.
@@ -159,6 +217,16 @@ class Experience:
         self.roster = Roster()
         self._rates: dict[tuple[int, str, str, int], DepthRates] = {}
         self._goes_on: dict[str, tuple[float, float]] = {}
+        self._ranks: dict[tuple[str, str, str], RankRates] = {}
+
+    def ranks(self, drafter: str, weights: str, draws: str) -> RankRates:
+        """Acceptance by rank.
+
+        Args:
+            weights: tells the drafter's weights from others of that name; "" where it has none.
+            draws: how candidates are chosen, which changes how likely they are right.
+        """
+        return self._ranks.setdefault((drafter, weights, draws), RankRates())
 
     def rates(self, longest: int, workload: str, drafter: str, kind: int) -> DepthRates:
         """Acceptance of drafts of at most ``longest`` tokens, of a class of drafts."""
@@ -193,6 +261,7 @@ class Experience:
             "rates": [[*key, *rates.seen] for key, rates in sorted(self._rates.items())],
             "goes_on": [[name, *pair] for name, pair in sorted(self._goes_on.items())],
             "roster": [[*key, *balance] for key, balance in sorted(self.roster.seen.items())],
+            "ranks": [[*key, *ranks.seen] for key, ranks in sorted(self._ranks.items())],
         }
 
     def merge(self, document: Any) -> None:
@@ -201,7 +270,7 @@ class Experience:
         Raises:
             InvalidArgument: it is no document of this version; then nothing is added.
         """
-        rates, goes_on, roster = _checked(document)
+        rates, goes_on, roster, ranks = _checked(document)
         for (longest, workload, drafter, kind), (tried, hit) in rates.items():
             self.rates(longest, workload, drafter, kind).add(tried, hit)
         for name, pair in goes_on.items():
@@ -209,6 +278,8 @@ class Experience:
         for key, balance in roster.items():
             known = self.roster.seen.get(key, Balance()).plus(*balance)
             self.roster.seen[key] = known.scaled(min(1.0, MOST_WEIGHT / max(known.rounds, 1e-9)))
+        for drafter_key, counts in ranks.items():
+            self.ranks(*drafter_key).add(*counts)
 
 
 def crowded(workload: str, num_sessions: int) -> str:
@@ -227,12 +298,14 @@ def _together(one: tuple[float, float], other: tuple[float, float]) -> tuple[flo
     return scale * first, scale * second
 
 
-_Rates = Mapping[tuple[int, str, str, int], tuple[list[float], list[float]]]
+_Counts = tuple[list[float], list[float]]
+_Rates = Mapping[tuple[int, str, str, int], _Counts]
+_Ranks = Mapping[tuple[str, str, str], _Counts]
 
 
 def _checked(
     document: Any,
-) -> tuple[_Rates, dict[str, tuple[float, float]], dict[tuple[str, str], Balance]]:
+) -> tuple[_Rates, dict[str, tuple[float, float]], dict[tuple[str, str], Balance], _Ranks]:
     """The parts of a document.
 
     Raises:
@@ -246,18 +319,32 @@ def _checked(
             if not 0 < longest == len(tried) == len(hit) <= 1024:
                 raise ValueError(f"{len(tried)} rates for drafts of {longest} tokens")
             key = int(longest), str(workload), str(drafter), int(kind)
-            pairs = [_pair(right, reached) for reached, right in zip(tried, hit, strict=True)]
-            rates[key] = [reached for _, reached in pairs], [right for right, _ in pairs]
+            rates[key] = _counts(tried, hit)
         goes_on = {str(name): _pair(*pair) for name, *pair in document["goes_on"]}
         roster = {
             (str(workload), str(name)): Balance(*map(_count, sums))
             for workload, name, *sums in document["roster"]
         }
+        ranks = {}
+        for drafter, weights, draws, offered, right in document.get("ranks", ()):
+            if len(offered) != len(FIRST_RATES):
+                raise ValueError(f"{len(offered)} ranks")
+            ranks[str(drafter), str(weights), str(draws)] = _counts(offered, right)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument(
             "experience", str(error), f"a document of version {VERSION}, as it was written"
         ) from error
-    return rates, goes_on, roster
+    return rates, goes_on, roster, ranks
+
+
+def _counts(tried: Sequence[Any], hit: Sequence[Any]) -> _Counts:
+    """As :attr:`DepthRates.seen`.
+
+    Raises:
+        ValueError: they are no counts and parts of these.
+    """
+    pairs = [_pair(right, reached) for reached, right in zip(tried, hit, strict=True)]
+    return [reached for _, reached in pairs], [right for right, _ in pairs]
 
 
 def _count(value: Any) -> float:

@@ -196,6 +196,7 @@ class _Step:
         self.steady = True  # no drafter must first catch up with a prompt or a pause
         self.behind = 0  # tokens that drafters must read before they draft
         self.has_shadow = False
+        self.overlaps = False  # drafts are made while the target verifies
         self.num_looking = 0  # sessions of method auto that look for drafts
         self.more_than_looks = False  # for one of them a model drafts, or a lookup reads a prompt
         self.first = ""  # id of its first session
@@ -360,6 +361,8 @@ class Learnt:
             return
         step.recorded = True
         self._see_overhead(step, draft_seconds + verify_seconds)
+        if step.overlaps:
+            return  # the seconds are of both, and tell of neither
         batch = self._batches[_size(step.load)]
         deepest, nodes = step.deepest, outcome.draft.num_nodes
         if self.measured is not None:
@@ -541,7 +544,8 @@ class _Sharing:
         """Note in the step what this session asks for; returns the budget."""
         depth = max(0, min(budget.depth, session.remaining - 1))
         step.first = step.first or session.session_id
-        self._asked = Budget(depth, budget.nodes if depth else 0)
+        step.overlaps |= budget.beside
+        self._asked = Budget(depth, budget.nodes if depth else 0, beside=budget.beside)
         step.asked.append(self._asked)
         if budget.shadow is not None:
             step.has_shadow = True
@@ -670,6 +674,8 @@ class _Sharing:
             return
         self._has_drafted, self._priced_at = True, None
         self._rounds_without = self._unread = 0
+        if asked.beside and not outcome.draft.num_nodes:
+            return  # nothing was ready, which a draft made in turn always is
         self._learnt.observe(asked, self._size, outcome.draft.num_nodes, outcome.num_accepted)
         if not outcome.draft.num_nodes:
             self._found_nothing(step.load, draft_seconds + verify_seconds)

@@ -7,7 +7,7 @@ Dynamic programming finds the tree of a given size with the highest sum of these
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Annotated
 
@@ -15,16 +15,17 @@ import numpy as np
 from pydantic import Field
 
 from paceline.knobs import Knob
-from paceline.types import IndexArray
 
 Path = tuple[int, ...]
 
-RANK_ACCEPTANCE = Knob[tuple[float, ...]](
-    "rank_acceptance", tuple[Annotated[float, Field(ge=0, le=1)], ...],
-    # Measured with the demo pair's draft model.
-    (0.6, 0.15, 0.07, 0.04, 0.02, 0.01),
+FIRST_RATES = (0.6, 0.15, 0.07, 0.04, 0.02, 0.01)
+"""What to expect of a drafter of which nothing was measured: those of the demo's draft model."""
+
+RANK_ACCEPTANCE = Knob[tuple[float, ...] | None](
+    "rank_acceptance", tuple[Annotated[float, Field(ge=0, le=1)], ...], None,
     "Probability that the drafter's first, second, ... candidate is accepted. The shape `sequoia` "
-    "builds its tree from it.",
+    "builds its tree from it. By default sessions count it for their drafter and target, and "
+    f"later ones use it; until then it is {', '.join(map(str, FIRST_RATES))}.",
     max_length=16,
 )  # fmt: skip
 
@@ -75,46 +76,3 @@ def sequoia_paths(acceptance: tuple[float, ...], nodes: int, depth: int) -> tupl
 def expected_accepted(paths: Iterable[Path], acceptance: Sequence[float]) -> float:
     """Expected number of accepted nodes of a tree."""
     return float(sum(np.prod([acceptance[rank] for rank in path]) for path in paths))
-
-
-def rank_acceptance(
-    rounds: Iterable[tuple[IndexArray, Sequence[int]]], ranks: int
-) -> tuple[float, ...]:
-    """How often the child of each rank was accepted, relative to how often it was drafted.
-
-    Args:
-        rounds: ``(parent_indices, accepted path)`` of drafts whose siblings are in rank order, for
-            example ``outcome.draft.parent_indices, outcome.path``.
-        ranks: length of the result; a rank that was never drafted has rate 0.
-    """
-    seen, accepted = np.zeros(ranks), np.zeros(ranks)
-    for parents, path in rounds:
-        for node, follower in zip([-1, *path], [*path, None], strict=True):
-            children = np.flatnonzero(parents == node)[:ranks]
-            seen[: len(children)] += 1
-            accepted[: len(children)] += children == follower
-    return tuple((accepted / np.maximum(seen, 1)).tolist())
-
-
-def best_size(
-    acceptance: tuple[float, ...],
-    draft_seconds: float,
-    target_seconds: Mapping[int, float],
-    max_depth: int,
-) -> tuple[int, int]:
-    """Number of nodes and depth of the tree that takes the least time per token on this hardware.
-
-    Args:
-        draft_seconds: seconds to draft one level of the tree.
-        target_seconds: seconds of a target forward, by number of nodes; its keys are the sizes to
-            consider.
-    """
-    sizes = [(nodes, depth) for nodes in target_seconds for depth in range(1, max_depth + 1)]
-
-    def seconds_per_token(size: tuple[int, int]) -> float:
-        paths = sequoia_paths(acceptance, *size)
-        levels = max(map(len, paths), default=0)
-        seconds = levels * draft_seconds + target_seconds[size[0]]
-        return seconds / (1.0 + expected_accepted(paths, acceptance))
-
-    return min(sizes, key=seconds_per_token)

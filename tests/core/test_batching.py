@@ -151,6 +151,9 @@ def test_padding_is_the_distance_to_the_longest_and_never_adds_up() -> None:
     for step in range(1, 6):
         assert batching.choose(ready) == ready
         assert batching.counters.num_kv_padding == step * (4 + 0 + 2)
+        entries = step * (5 + 9 + 7) + 3 * step * (step - 1) // 2
+        assert batching.counters.num_kv_entries == entries
+        assert batching.counters.padding_share == 6 * step / (6 * step + entries)
         assert batching.counters.num_realigned == step * 2
         for session in ready:
             session.token_ids.append(1)

@@ -11,12 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.shapes.sequoia import (
-    best_size,
-    expected_accepted,
-    rank_acceptance,
-    sequoia_paths,
-)
+from paceline.shapes.sequoia import expected_accepted, sequoia_paths
 from paceline.shapes.template import Template
 
 
@@ -93,62 +88,3 @@ def test_more_nodes_and_levels_never_hurt() -> None:
     ]
     assert (np.diff(values, axis=0) >= -1e-12).all()
     assert (np.diff(values, axis=1) >= -1e-12).all()
-
-
-def test_rank_acceptance_counts_what_was_there() -> None:
-    tree = np.array([-1, -1, 0, 0, 1], np.int32)  # 0 has children 2 and 3, 1 has child 4
-    rounds = [(tree, (0, 3)), (tree, (1,)), (tree, ())]
-    # Rank 0: node 0 once in three rounds, node 2 not, node 4 not. Rank 1: node 1 once in three
-    # rounds, node 3 once.
-    assert rank_acceptance(rounds, 3) == (pytest.approx(1 / 5), pytest.approx(2 / 4), 0.0)
-    assert rank_acceptance([], 2) == (0.0, 0.0)
-
-
-def test_rank_acceptance_finds_the_rates_that_it_is_shown() -> None:
-    rng = np.random.default_rng(0)
-    rates = [0.6, 0.25]
-    rounds = []
-    for _ in range(4000):
-        path = []
-        for node in (0, 1), (2, 3):
-            child = rng.choice(3, p=[*rates, 1 - sum(rates)])
-            if child == 2:
-                break
-            path.append(node[child])
-            if child == 1:  # only the first has children
-                break
-        rounds.append((np.array([-1, -1, 0, 0], np.int32), path))
-    np.testing.assert_allclose(rank_acceptance(rounds, 2), rates, atol=0.03)
-
-
-def test_the_best_size_follows_the_hardware() -> None:
-    acceptance = (0.6, 0.2, 0.1)
-    sizes = (1, 2, 4, 8, 16, 32)
-    flat = best_size(acceptance, 0.0, dict.fromkeys(sizes, 1.0), 6)
-    assert flat == (32, 6)  # nodes are free: take all
-    costly = best_size(acceptance, 0.0, {n: float(n) for n in sizes}, 6)
-    assert costly[0] == 1
-    slow_drafter = best_size(acceptance, 5.0, dict.fromkeys(sizes, 1.0), 6)
-    assert slow_drafter[1] == 1
-
-
-@given(
-    st.lists(st.floats(0.05, 0.6), min_size=1, max_size=3),
-    st.floats(0.0, 1.0),
-    st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3),
-)
-def test_the_best_size_has_the_least_time_for_a_token(
-    rates: list[float], draft: float, steps: list[float]
-) -> None:
-    """Against every measured size and every depth, by the objective of the paper."""
-    acceptance = tuple(rates)
-    target = dict(zip((1, 4, 9), 1.0 + np.cumsum(steps), strict=True))
-
-    def seconds(nodes: int, depth: int) -> float:
-        paths = sequoia_paths(acceptance, nodes, depth)
-        levels = max(map(len, paths))
-        return (levels * draft + target[nodes]) / (1.0 + expected_accepted(paths, acceptance))
-
-    found = best_size(acceptance, draft, target, 4)
-    least = min(seconds(nodes, depth) for nodes in target for depth in range(1, 5))
-    assert seconds(*found) == pytest.approx(least)

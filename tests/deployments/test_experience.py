@@ -100,13 +100,13 @@ def test_an_engine_without_a_server_goes_on_where_the_last_one_ended(own_cache: 
     learnt = []
     for _ in range(2):
         engine = load_engine()
-        with kept_experience(engine, "auto"):
+        with kept_experience(engine, SpeculationConfig(method="auto")):
             learnt.append(experience_of(engine.length_context).document()["rates"])
             engine.generate([(1, 2, 3, 1, 2)], SamplingParams(max_tokens=64),
                             SpeculationConfig(method="auto"))  # fmt: skip
     assert learnt[0] == [] != learnt[1]
     (file,) = (own_cache / "paceline" / "experience").glob("*.json")
     before = file.read_text()
-    with kept_experience(engine, "ar"):  # learns nothing
+    with kept_experience(engine, SpeculationConfig(method="ar")):  # learns nothing
         pass
     assert file.read_text() == before

@@ -15,7 +15,7 @@ from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineThread
 from paceline.errors import InvalidArgument
 from paceline.lengths.base import LengthBounds, LengthContext
-from paceline.lengths.pearl import Pearl
+from paceline.lengths.pearl import Overlap, Pearl
 from paceline.lengths.round_trip import RoundTrip, RoundTripCosts, best_depth, expected_tokens
 from paceline.models.base import ForwardResult, Segment
 from paceline.plan import Plan, resolve
@@ -204,7 +204,7 @@ def outcome(draft: Draft, accepted: int, verdict: Verdict | None) -> Outcome:
 
 def test_pearl_asks_for_nothing_where_it_would_wait() -> None:
     session = Session("s", PROMPT, params(50), plan=_plan("pearl"))
-    controller = Pearl(5, 5)
+    controller = Pearl(5, 5, Overlap())
     assert controller.budget(session, Load(1, 0)).depth == 0  # pre-verify
     away = Verdict(EMPTY_DRAFT, Acceptance((), 0))
     controller.observe(outcome(EMPTY_DRAFT, 0, away), 0.0, 0.1)

@@ -17,6 +17,7 @@ from paceline.methods import METHODS
 from paceline.plan import resolve
 from paceline.profile import CostProfile
 from paceline.sampling import SamplingParams
+from paceline.shapes.sequoia import FIRST_RATES, RANK_ACCEPTANCE
 from paceline.tuning.costs import MeasuredCosts, SimulatedRound
 from paceline.tuning.families import parts_of, why_not
 from paceline.tuning.recordings import RankRecording, Truth
@@ -46,7 +47,7 @@ EXACT = [
     tree("kary", 4, 14, branching=2),
     tree("template", 4, 63, template="medusa_63"),
     tree("template", 5, 20, template="token_recycling_80"),
-    tree("sequoia", 6, 24),
+    tree("sequoia", 6, 24, rank_acceptance=FIRST_RATES),
     tree("confidence", 5, 8, branching=3),
     tree("confidence", 3, 20, branching=3),
     tree("dyspec", 6, 10, branching=4),
@@ -60,7 +61,7 @@ EXACT = [
     ),
     tree("kary", 3, 10, "layer_skip", exit_layer=5, branching=2),
     *(fixed("eagle", num_speculative_tokens=depth) for depth in (1, 3, 7)),
-    tree("sequoia", 4, 12, "eagle"),
+    tree("sequoia", 4, 12, "eagle", rank_acceptance=FIRST_RATES),
     *(fixed("prompt_lookup", num_speculative_tokens=depth) for depth in (2, 10)),
     *(fixed("suffix_decoding", num_speculative_tokens=depth) for depth in (3, 24)),
     fixed("suffix_decoding_hybrid"),
@@ -177,6 +178,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def test_every_method_is_simulated_exactly_or_says_why_not(small: Engine, method: str) -> None:
     # Method `auto` has no other length.
     config = SpeculationConfig(method="auto") if method == "auto" else fixed(method)
+    if resolve(config).measures_ranks:  # else its tree follows what the engine counts
+        config = config.model_copy(update={RANK_ACCEPTANCE.name: FIRST_RATES})
     prompts = [list(range(40, 40 + length)) * 2 for length in (6, 17)]
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     simulator = Simulator(record(small, [config], prompts, params, key={}))

@@ -664,7 +664,9 @@ class Speculation(_message.Message):
     @_builtins.property
     def rank_acceptance(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Probability that the drafter's first, second, ... candidate is accepted. The shape `sequoia`
-        builds its tree from it. 1 or more values, at most 16 values.
+        builds its tree from it. By default sessions count it for their drafter and target, and later
+        ones use it; until then it is 0.6, 0.15, 0.07, 0.04, 0.02, 0.01. 1 or more values, at most 16
+        values.
         """
 
     @_builtins.property

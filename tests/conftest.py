@@ -91,14 +91,17 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not nightly"` is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as nightly what ``one_of`` leaves to the night."""
+    """Mark as nightly what ``one_of`` leaves to the night, and as slow what to `make test-slow`."""
     seen: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("one_of")
         if mark is not None and item.get_closest_marker("nightly") is None:
             test = item.nodeid.partition("[")[0]
-            if seen[test] % mark.args[0]:
+            group, place = divmod(seen[test], mark.args[0])
+            if place:
                 item.add_marker("nightly")
+            elif group % mark.kwargs.get("slow", 1):
+                item.add_marker("slow")
             seen[test] += 1
 
 

@@ -43,7 +43,7 @@ def files_with(*marks: str) -> list[str]:
     return sorted(
         str(path.relative_to(ROOT))
         for path, text in files.items()
-        if all(f"mark.{mark}" in text for mark in marks)
+        if all(f"mark.{mark}" in text or f", {mark}=" in text for mark in marks)
     )
 
 

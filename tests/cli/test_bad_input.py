@@ -81,6 +81,7 @@ BAD_VALUES: list[tuple[list[Any], list[str]]] = [
 ]
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize(
     ("arguments", "fragments"), BAD_VALUES, ids=[" ".join(map(str, a)) for a, _ in BAD_VALUES]
 )
@@ -304,6 +305,7 @@ def test_too_long_prompt_for_the_server(cli: Cli, server: RpcServer) -> None:
 # --- bench ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [

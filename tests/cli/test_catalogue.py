@@ -44,6 +44,7 @@ def place(request: pytest.FixtureRequest, target_folder: Path, drafter_folder: P
     return ["--target", str(target_folder), "--drafter", str(drafter_folder)]
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("combination", IMPOSSIBLE, ids=str)
 def test_impossible_combinations_are_refused(
     cli: Cli, place: list[str], combination: Combination
@@ -61,6 +62,7 @@ def test_values_that_do_not_fit_are_refused(
     assert_refused(cli("generate", "hello", *place, *options({key: value})), f"speculation.{key}")
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("speculation", POSSIBLE, ids=str)
 def test_method_and_knobs_are_chosen_for_each_request(
     cli: Cli, place: list[str], speculation: Mapping[str, Any]

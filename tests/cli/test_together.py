@@ -119,6 +119,7 @@ def without_grades(document: dict[str, Any]) -> dict[str, Any]:
     return {**document, "steps": steps}
 
 
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("threshold", [0, 4, 10])
 def test_reason_over_two_servers_is_reason_here(
     cli: Cli, addresses: tuple[str, str], threshold: int

@@ -185,7 +185,7 @@ def test_c_and_numpy_choose_the_same_tokens(library: Native, with_each: Callable
             assert mine == theirs, (number, way)
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(3, slow=2)
 @pytest.mark.parametrize("scores", ["logits", "scores"])
 def test_the_best_token_of_unusual_rows(scores: str, library: Native, with_each: Callable) -> None:
     inf, nan = math.inf, math.nan

@@ -51,7 +51,7 @@ def test_tokens_are_those_of_ar(method: str, variant: str, batch: int, suite: Su
     suite.check(method, variant, batch, count_for(batch, core=True))
 
 
-@pytest.mark.one_of(5)
+@pytest.mark.one_of(5, slow=2)
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(("method", "variant"), OTHER_LOSSLESS_CASES)
 def test_tokens_of_every_method_are_those_of_ar(

@@ -121,6 +121,7 @@ def small(tiny_folder: Path) -> Small:
 # --- time ------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("weights", [(1, 1), (3, 1), (1, 4)])
 @pytest.mark.parametrize("method", ["ar", "draft_model"])
 def test_one_session_gets_the_share_of_its_tenants_weight_beside_forty(

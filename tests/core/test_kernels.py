@@ -63,7 +63,7 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return name
 
 
-@pytest.mark.one_of(5)
+@pytest.mark.one_of(5, slow=2)
 @pytest.mark.parametrize("variant", VARIANTS, indirect=True)
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=["floats", "halves"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

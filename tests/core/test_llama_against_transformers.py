@@ -46,6 +46,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float)
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("kind", FAST_PATH_KINDS)
 def test_every_kind(kind: str, zoo: Path) -> None:
     folder = make_model(kind, zoo)
@@ -61,6 +62,7 @@ def test_the_demo_pair(folder: Path) -> None:
     assert_close(ours(LlamaRunner(folder), IDS), theirs(folder, IDS), 2e-4)
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("kind", FAST_PATH_KINDS)
 @pytest.mark.parametrize("kernels", [True, False])
 def test_bfloat16(kind: str, kernels: bool, zoo: Path) -> None:

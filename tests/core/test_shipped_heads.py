@@ -59,6 +59,7 @@ def test_every_method_with_a_head_of_the_demo_target_can_be_tried() -> None:
     assert sum(path.stat().st_size for path in files) < MAX_BYTES
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("method", FLOORS)
 def test_drafts_are_accepted_and_change_no_token(method: str) -> None:
     sessions, ar = decoded(method, "greedy"), decoded("ar", "greedy")

@@ -193,6 +193,7 @@ def prompts(engine: Engine) -> list[list[int]]:
     return [engine.tokenizer.encode(text[:2000])[:64] for _, text in held_out_modules()[:6]]
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_change_no_token(

@@ -142,7 +142,7 @@ def test_a_prompt_that_a_head_reads_takes_no_logits(zoo: Path) -> None:
     assert rows == [1]
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(4, slow=2)
 @pytest.mark.parametrize("method", ["medusa", "hydra_pp", "eagle2", "eagle3", "dspark", "dflash"])
 @pytest.mark.parametrize("kind", ["gpt2", "gptj", "mamba2", "qwen3_next", "jamba"])
 def test_heads_change_no_token(kind: str, method: str, zoo: Path, tmp_path: Path) -> None:
@@ -163,6 +163,7 @@ def test_heads_change_no_token(kind: str, method: str, zoo: Path, tmp_path: Path
     assert runner.num_free == runner.kv_capacity
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("kind", ["gpt2", "mamba2"])
 def test_a_head_learns_what_its_target_says(kind: str, zoo: Path, tmp_path: Path) -> None:
     """Trained on eight texts that the target has written, it drafts most of them right."""

@@ -110,6 +110,7 @@ def test_logits_are_near_those_of_the_weights_in_the_file(
     assert divergence.max() < (1e-6 if kind in ("BF16", "F16") else 2e-2)
 
 
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize(("kind", "temperature"), [("Q4_1", 0.0), ("Q4_1", 0.8), ("Q8_0", 0.0)])
 def test_tokens_are_ars(kind: str, temperature: float, files: Callable[[str], Path]) -> None:
     engine = load_engine(files(kind), DRAFTER_DIR)
@@ -381,6 +382,7 @@ def test_a_file_that_is_replaced_is_read_anew(files: Callable[[str], Path], tmp_
 # --- weights that are rounded when they are loaded ------------------------------------------------
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_0", "int8", "auto"])
 def test_a_folder_in_another_dtype(dtype: str) -> None:
     engine = load_engine(TARGET_DIR, DRAFTER_DIR, dtype=dtype)

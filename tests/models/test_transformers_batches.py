@@ -89,7 +89,7 @@ def greedy(folder: Path, prompts: list[list[int]], count: int, *, cache: bool) -
 # --- as transformers -----------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(5)
+@pytest.mark.one_of(5, slow=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_and_eight_sessions_get_the_tokens_of_transformers(kind: str, zoo: Path) -> None:
     folder, count = make_model(kind, zoo), 12
@@ -108,6 +108,7 @@ def test_one_and_eight_sessions_get_the_tokens_of_transformers(kind: str, zoo: P
         assert drafted == expected
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("kind", ["gemma2", "qwen3_moe", "mamba", "falcon_h1"])
 def test_eight_sessions_take_the_forwards_of_one(kind: str, zoo: Path) -> None:
     runner = TransformersRunner(make_model(kind, zoo), device="cpu")

@@ -129,7 +129,7 @@ def prefill(runner: TransformersRunner, token_ids: Any) -> TransformersSequence:
     return sequence
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(3, slow=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_self_check_finds_the_fastest_right_strategy(kind: str, load: Load) -> None:
     runner = load(kind)
@@ -302,7 +302,7 @@ def test_caps_of_scores_hold_without_packing(zoo: Path) -> None:
     assert_close(runner, logits, reference(runner, ids)[-2:])
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(3, slow=2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mamba"])
 def test_half_precision_finds_the_same_strategy(kind: str, dtype: str, zoo: Path) -> None:
@@ -327,7 +327,7 @@ def test_cuda(kind: str, zoo: Path) -> None:
 # --- through the engine --------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(3, slow=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_drafts_do_not_change_the_output(kind: str, load: Load) -> None:
     runner = load(kind)

@@ -1,4 +1,4 @@
-"""Published DFlash, DFlash 2 and DSpark checkpoints draft what their own library computes.
+"""Published DFlash, DFlash 2, DSpark and xPress checkpoints draft what their own library computes.
 
 ``make_blocks.py`` made the folders in ``blocks`` with speculators 0.9.0.
 """
@@ -148,7 +148,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "another vocabulary": (lambda c, t: c["transformer_layer_config"].update(vocab_size=90), "64"),
     "another kind": (
         lambda c, t: c.update(speculators_model_type="eagle9"),
-        "dflash, dflash2, dspark",
+        "dflash, dflash2, dspark, xpress",
     ),
     "no layers named": (lambda c, t: c.pop("aux_hidden_state_layer_ids"), "aux_hidden_state"),
     "no mask token": (lambda c, t: c.pop("mask_token_id"), "mask_token_id"),

@@ -218,7 +218,8 @@ def test_vllm_reads_the_config(name: str) -> None:
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3"])
 def test_other_layouts_are_refused(kind: str, tmp_path: Path, tiny_folder: Path) -> None:
     head = untrained(kind, HeadTarget.from_folder(tiny_folder))
-    with pytest.raises(InvalidArgument, match="dflash, dflash2, dspark, xpress, eagle3, peagle, mtp"):
+    kinds = "dflash, dflash2, dspark, xpress, eagle3, peagle, mtp"
+    with pytest.raises(InvalidArgument, match=kinds):
         export_head(head, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -105,7 +105,7 @@ class Refiner(nn.Module):
         self.mix_l = nn.Parameter(torch.zeros(rank, block_size, block_size))
 
     def see(self, hidden: Tensor) -> Tensor:
-        """What it reads of a block's states.  # [..., block_size, hidden_size] -> [..., 2 * rank]"""
+        """What it reads of a block.  # [..., block_size, hidden_size] -> [..., 2 * rank]"""
         mean = hidden.mean(-2, keepdim=True).expand_as(hidden)
         return torch.cat([self.down_h(hidden), self.down_g(mean)], -1)
 

@@ -238,7 +238,7 @@ class XPress(DFlash):
     def _errors(self, logits: Tensor, token_ids: Tensor, p: Tensor) -> Tensor:
         """Of each place, as :meth:`drafted` has them.  # [batch, num_blocks, max_depth]"""
         options, log_q = self.options, logits.log_softmax(-1)
-        each = options.overlap_weight * (1 - torch.minimum(p, log_q.exp()).sum(-1))
+        each: Tensor = options.overlap_weight * (1 - torch.minimum(p, log_q.exp()).sum(-1))
         if options.best_weight:
             best = log_q.gather(-1, p.argmax(-1, keepdim=True))[..., 0]
             each = each - options.best_weight * best

@@ -173,6 +173,22 @@ def test_what_does_not_fit_is_named(change: str) -> None:
         read_block_head(config, tensors, target_of(expected_in(folder)))
 
 
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"xpress_rank": 9}, r"refiner_head\..* of shape .* as config.json says"),
+        ({"xpress_rank": 0}, "refiner_rank"),
+        ({"xpress_mlp_ratio": 3}, r"mlp_.* of shape"),
+        ({"block_size": 6}, r"mix_l of shape \[6, 5, 5\]"),
+        ({"num_jacobi_passes": -1}, "jacobi_passes"),
+    ],
+)
+def test_a_refiner_that_does_not_fit_is_named(changed: dict[str, int], named: str) -> None:
+    folder = FOLDER / "xpress"
+    with pytest.raises(InvalidArgument, match=named):
+        read_head(folder, target_of(expected_in(folder)), **changed)
+
+
 def test_the_authors_layout_is_read_as_well() -> None:
     """z-lab's config.json: layers counted from 0, everything else beside the layers' fields."""
     folder = FOLDER / "dflash"

@@ -187,6 +187,7 @@ def test_wheel_is_small_enough_to_ship_weights(wheel: Path) -> None:
         "paceline/demo/diffusion": 8e6,
         "paceline/demo/any_subset": 2e6,
         "paceline/demo/forks": 1e6,
+        "paceline/demo/own_tokens": 0.6e6,
         "paceline/demo/actions": 0.5e6,
         "paceline/demo/translation": 1e6,
         "paceline/demo/block_ffn": 0.5e6,

@@ -225,17 +225,18 @@ def run_here(
     """
     from paceline.deployments.experience import kept_experience
     from paceline.methods import METHODS
+    from paceline.model_names import default_drafter
     from paceline.plan import resolve
     from paceline.request import Request
 
     # Knobs are one drafter's: with them, and no method, it is the usual drafter's method.
-    paired = target is None or drafter is not None
-    usual = "draft_model" if paired else "prompt_lookup"
+    shipped = default_drafter(target)
+    usual = "draft_model" if drafter or shipped else "prompt_lookup"
     config = request.config(usual if request.speculation else "auto", METHODS)
     check_transcript(transcript, config, request)
     resolve(config)  # before loading anything: a wrong name is found at once
 
-    target_path, drafter_path = local_model(target), local_model(drafter)
+    target_path, drafter_path = local_model(target), local_model(drafter) or shipped
     with err.status("loading the models ..."):
         from paceline.loading import load_engine
 

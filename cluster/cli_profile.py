@@ -14,7 +14,7 @@ from rich.table import Table
 from paceline.cluster.cli_output import err, local_model, out
 from paceline.errors import InvalidArgument
 from paceline.loading import load_engine, pick_device
-from paceline.model_names import resolve_model
+from paceline.model_names import default_drafter, resolve_model
 from paceline.profile import CostProfile, default_path, measure, new_session, plot, profile_key
 from paceline.types import Budget
 
@@ -40,9 +40,8 @@ def run(
         InvalidArgument: an option is wrong, or no drafter answers at ``server``.
     """
     device = pick_device(device)
-    if target is None:
-        target, drafter = "demo", drafter or "demo-drafter"
-    target_path, drafter_path = resolve_model(target), local_model(drafter)
+    target_path = resolve_model(target or "demo")
+    drafter_path = local_model(drafter) or default_drafter(target)
     engine = load_engine(target_path, drafter_path, dtype=dtype, device=device, numerics=numerics)
     key = profile_key(target_path, drafter_path, dtype, device, numerics)
     round_trip = 0.0

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.batching import BatchStrategy
 from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig, keys_at
-from paceline.demo import DIFFUSION_DIR, DRAFTER_DIR, TARGET_DIR
+from paceline.demo import DIFFUSION_DIR, TARGET_DIR
 from paceline.deployments.diffusion_plan import (
     DEFAULT_SCHEDULE,
     denoise_plan,
@@ -28,7 +28,7 @@ from paceline.deployments.vllm_plan import chain_plan
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.masked_folder import MASKED_DRAFTERS, masked_kind
 from paceline.methods import DRAFTER_PARTS, DRAFTERS, METHODS, VLLM_METHODS, Method
-from paceline.model_names import ADAPTER_NAME, pin_model, resolve_model
+from paceline.model_names import ADAPTER_NAME, default_drafter, pin_model, resolve_model
 from paceline.plan import resolve
 from paceline.rpc.access import Limits
 from paceline.rpc.messages import MAX_MESSAGE_BYTES
@@ -583,7 +583,7 @@ class DeploymentConfig(_Block):
     )
     speculation: SpeculationConfig = Field(
         SpeculationConfig(method="auto"),
-        description="Default method and knobs of requests that name none.",
+        description="Default method and knobs of requests that name none. Empty: auto.",
     )
     target: TargetConfig = TargetConfig()
     drafter: DrafterConfig = DrafterConfig()
@@ -592,6 +592,11 @@ class DeploymentConfig(_Block):
     online: OnlineConfig = OnlineConfig()
     direct: DirectConfig = DirectConfig()
     tracing: TracingConfig = TracingConfig()
+
+    @field_validator("speculation")
+    @classmethod
+    def _auto_without_values(cls, speculation: SpeculationConfig) -> SpeculationConfig:
+        return speculation if speculation.model_fields_set else SpeculationConfig(method="auto")
 
     @property
     def roles(self) -> list[_Replicas | OnlineConfig]:
@@ -620,9 +625,8 @@ class DeploymentConfig(_Block):
         """Folder or name of the draft model; None: the user's own target has no drafter."""
         if self.engine == "diffusion":
             return None
-        if self.model.target is None and self.model.drafter is None:
-            return str(DRAFTER_DIR)
-        return self.model.drafter
+        shipped = default_drafter(self.model.target)
+        return self.model.drafter or (str(shipped) if shipped else None)
 
     @property
     def hosted_drafter(self) -> str:
@@ -650,8 +654,9 @@ class DeploymentConfig(_Block):
         model, paths = self.model, {}
         if model.target is not None:
             paths["target"] = str(resolve_model(model.target, weights=target_weights))
-        if model.drafter is not None:
-            paths["drafter"] = str(resolve_model(model.drafter))
+        drafter = model.drafter or (model.target and self.drafter_folder)
+        if drafter is not None:
+            paths["drafter"] = str(resolve_model(drafter))
         return self.model_copy(update={"model": model.model_copy(update=paths)})
 
 

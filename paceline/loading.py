@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.demo import DIFFUSION_DIR, DRAFTER_DIR, OWN_TOKENS_DIR, TARGET_DIR
+from paceline.demo import DIFFUSION_DIR, OWN_TOKENS_DIR, TARGET_DIR
 from paceline.diffusion.model import MaskedModel
 from paceline.diffusion.runner import BlockRunner
 from paceline.drafters.base import Drafter, DrafterContext
@@ -24,7 +24,7 @@ from paceline.lengths.base import LengthContext
 from paceline.masked_folder import masked_kind
 from paceline.memory import give_back
 from paceline.methods import DRAFTERS
-from paceline.model_names import resolve_heads, resolve_model
+from paceline.model_names import default_drafter, resolve_heads, resolve_model
 from paceline.models import kernels
 from paceline.models.architectures import MODEL_TYPES
 from paceline.models.base import ModelRunner
@@ -319,9 +319,8 @@ def load_engine(
         TokenizerMismatch: drafter and target do not share a tokenizer, and ``translate`` is False.
     """
     is_named = drafter is not None
-    if target is None:
-        target, drafter = TARGET_DIR, drafter or DRAFTER_DIR
-    target = model_folder(resolve_model(target))
+    drafter = drafter or default_drafter(target)
+    target = model_folder(resolve_model(target or TARGET_DIR))
     drafter = None if drafter is None else resolve_model(drafter)
     runner = load_runner(
         target, dtype=dtype, device=device, batch_invariant=batch_invariant, kv_tokens=kv_tokens,

@@ -95,6 +95,11 @@ SHIPPED_HEADS = (demo.HEADS_DIR, smollm2.HEADS_DIR)
 """Folders of heads that ship with the package, each for one target."""
 
 
+def default_drafter(target: str | Path | None) -> Path | None:
+    """The draft model of a target that is named without one: the demo pair's, else none."""
+    return DRAFTER_DIR if target in (None, "demo") else None
+
+
 @dataclass(frozen=True, slots=True)
 class HubName:
     """A repository of the Hugging Face hub, and a revision; None is its default branch."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from paceline.errors import DrafterUnavailable
+from paceline.errors import DrafterUnavailable, PacelineError
 from paceline.rpc.draft_connection import AskList, DraftConnection, RemoteDrafterCounters, fail
 from paceline.rpc.drafter_places import DrafterLoad
 from paceline.rpc.errors import from_rpc_error
@@ -235,6 +235,9 @@ class RemoteDrafter(StatesForwarder):
             reason = ConnectionError("the stream ended")
         except grpc.RpcError as error:
             reason = from_rpc_error(error)
+        except PacelineError as error:  # such as states of another layout
+            logger.error("the drafter at %s does not fit: %s", address, error)
+            reason = error
         except Exception as error:
             logger.exception("unforeseen error with the drafter at %s", address)
             reason = error

@@ -110,7 +110,14 @@ class StatesCodec:
         )  # fmt: skip
 
     def encode(self, states: torch.Tensor) -> bytes:
-        """The rows as bytes.  # [num_tokens, num_values] -> num_tokens * row_bytes"""
+        """The rows as bytes.  # [num_tokens, num_values] -> num_tokens * row_bytes
+
+        Raises:
+            InvalidArgument: the target's states have another size than the drafter reads.
+        """
+        layout, size = self.layout, states.shape[1] // max(1, len(self.layout.layers))
+        if size != layout.hidden_size:
+            raise InvalidArgument("states.hidden_size", layout.hidden_size, f"{size}, the target's")
         values: FloatArray = states.float().cpu().numpy()
         if self.encoding == "float32":
             return values.astype("<f4").tobytes()

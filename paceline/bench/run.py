@@ -41,12 +41,12 @@ from paceline.bench.suites import SUITES, read_prompts
 from paceline.bench.synthetic import Mix
 from paceline.chat import template_of
 from paceline.config import SpeculationConfig, parse_speculation
-from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.demo import TARGET_DIR
 from paceline.engine import EngineLimits
 from paceline.errors import InvalidArgument
 from paceline.loading import DTYPES, load_engine, load_runner, pick_device
 from paceline.methods import METHODS
-from paceline.model_names import resolve_model
+from paceline.model_names import default_drafter, resolve_model
 from paceline.models.base import Segment
 from paceline.numerics import NUMERICS
 from paceline.plan import Plan, resolve
@@ -543,11 +543,9 @@ def _synthetic_entry(
 
 
 def _peer_entries(options: BenchOptions, notes: list[str]) -> list[_Entry]:
-    target, drafter = options.target, options.drafter
-    if target is None:
-        target, drafter = TARGET_DIR, DRAFTER_DIR
+    drafter = options.drafter or default_drafter(options.target)
     peer = TransformersPeer(
-        resolve_model(target),
+        resolve_model(options.target or TARGET_DIR),
         None if drafter is None else resolve_model(drafter),
         dtype=DTYPES[options.dtype],
         device=torch.device(pick_device(options.device)),

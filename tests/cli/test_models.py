@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.deployments.config import parse_config
 from paceline.model_names import PACKAGED_MODELS
 from paceline.models.heads import HEADS
 from tests.cli.conftest import Cli
@@ -164,6 +165,18 @@ def test_commands_take_names(cli: Cli, cached_model: Path, drafter_folder: Path)
     )
     assert tokens("--target", "demo", "--drafter", "demo-drafter") == tokens()
     assert tokens("--target", "demo") == tokens("--target", TARGET_DIR, "--drafter", DRAFTER_DIR)
+
+
+def test_the_demo_target_brings_its_drafter_by_name_too(cli: Cli) -> None:
+    arguments = ("generate", "hello", "--method", "draft_model", "-n", 8, "--json")
+    assert cli(*arguments, "--target", "demo").exit_code == 0
+    alone = cli(*arguments, "--target", TARGET_DIR)
+    assert alone.exit_code == 2
+    assert "draft_model" in alone.stderr
+    for named, drafter in ((None, DRAFTER_DIR), ("demo", DRAFTER_DIR), (str(TARGET_DIR), None)):
+        config = parse_config({"model": {"target": named}, "topology": "colocated"})
+        assert config.drafter_folder == (drafter and str(drafter))
+        assert config.with_local_models().drafter_folder == (drafter and str(drafter))
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,8 @@ def test_the_served_configuration_is_one(chart: Chart, tmp_path: Path, name: str
     scales = any(role.autoscaling is not None for role in roles)
     assert (policy is not None) == (scales and name.startswith("autoscaling"))
     assert parsed.data_plane == "node_ip"
+    if name == "defaults":
+        assert parsed.speculation.method == "auto"
 
 
 def test_a_first_install_is_secure(chart: Chart) -> None:

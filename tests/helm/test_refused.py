@@ -69,7 +69,7 @@ engine: diffusion, topology: colocated, direct: {enabled: true} # direct.enabled
 engine: diffusion, topology: colocated, online: {enabled: true} # online.enabled: got true, expected false with engine: diffusion
 speculation: {method: freedave} # speculation.method: got "freedave", expected a method that writes in order, or engine: diffusion
 models: MODELS, drafter: {method: suffix_decoding} # drafter.method: got "suffix_decoding", expected null where there is a models.drafter
-models: {target: a/b}, topology: colocated # speculation.method: got "draft_model", expected a method that needs no draft model
+models: {target: a/b}, topology: colocated, speculation: {num_speculative_tokens: 3} # speculation.method: got "draft_model", expected a method that needs no draft model
 pods: {target: {resources: {limits: {cpu: 0}}}} # pods.target.resources.limits.cpu: got 0, expected more than 0
 pods: {drafter: {resources: {requests: {cpu: 1500m}}}} # pods.drafter.resources.requests.cpu: got "1500m", expected at most its limit, 1
 pods: {gateway: {resources: {requests: {memory: 4Gi}}}} # pods.gateway.resources.requests.memory: got "4Gi", expected at most its limit, 2Gi
@@ -127,6 +127,7 @@ def test_wrong_values_name_themselves_and_what_is_allowed(chart: Chart) -> None:
 @pytest.mark.parametrize(
     "values",
     [
+        "models: {target: a/b}, topology: colocated",
         "models: {target: a/b}, drafter: {method: suffix_decoding}, "
         "speculation: {method: suffix_decoding}",
         "service: {type: LoadBalancer, allowAnonymous: true}",

@@ -1,4 +1,4 @@
-"""The image, built without a daemon on Debian's own packages, and started as pods start it."""
+"""The images, built without a daemon on Debian's own packages, and started as pods start them."""
 
 from __future__ import annotations
 
@@ -55,10 +55,23 @@ def host_pip() -> list[str]:
     return result + [f"--volume={file}:/etc/pip.conf:ro" for file in files[-1:]]
 
 
-class Image:
-    """A container of the image: its files, and how to run something in it."""
+def public_pip(folder: Path) -> list[str]:
+    """As :func:`host_pip`, without wheels that lie on this machine: they may be builds for CPUs."""
+    pip = [sys.executable, "-m", "pip", "config", "list"]
+    said = subprocess.run(pip, capture_output=True, text=True, check=True).stdout
+    kept = re.findall(r"^(?:global|:env:)\.(index-url|proxy|cert|trusted-host)='(.*)'$", said, re.M)
+    file = folder / "pip.conf"
+    file.write_text(
+        "\n".join(["[global]", *(f"{key} = {value}" for key, value in dict(kept).items())])
+    )
+    return ["--volume=/etc/ssl/certs:/etc/ssl/certs:ro", f"--volume={file}:/etc/pip.conf:ro"]
 
-    def __init__(self, root: Path) -> None:
+
+class Image:
+    """A container of an image: its target, its files, and how to run something in it."""
+
+    def __init__(self, target: str, root: Path) -> None:
+        self.target = target
         self.root = root
 
     def command(self, *words: str) -> list[str]:
@@ -73,8 +86,13 @@ class Image:
         return done.stdout
 
 
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
+@pytest.fixture(scope="module", params=["cpu", "cuda", "vllm"])
+def image(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Image]:
+    target: str = request.param
+    if target != "cpu" and not os.environ.get("PACELINE_GPU_IMAGES"):
+        pytest.skip("PACELINE_GPU_IMAGES=1 builds it: packages of 3 GB (cuda) and 9 GB (vllm)")
     folder = tmp_path_factory.mktemp("image")
     places = [f"--root={folder}/store", f"--runroot={folder}/run"]
 
@@ -96,11 +114,14 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
     buildah("commit", "--quiet", "--rm", empty, "localhost/base")
     base.unlink()
     buildah(
-        "build", "--isolation=chroot", "--target=cpu", "--build-arg=BASE=localhost/base",
-        *host_pip(), "--tag=localhost/paceline", ".",
+        "build", "--isolation=chroot", f"--target={target}", "--build-arg=BASE=localhost/base",
+        *(host_pip() if target == "cpu" else public_pip(folder)), "--tag=localhost/paceline", ".",
     )  # fmt: skip
     container = buildah("from", "localhost/paceline")
-    yield Image(Path(buildah("mount", container)))
+    root = Path(buildah("mount", container))
+    used = subprocess.run(["du", "-sm", root], capture_output=True, text=True, check=True).stdout
+    print(f"image {target}: {used.split()[0]} MB")
+    yield Image(target, root)
     buildah("rm", container)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -121,7 +142,17 @@ def test_the_kernels_of_all_variants_are_inside_and_no_compiler(image: Image) ->
     files = [file.name for file in lib.iterdir()]
     assert all(any(variant in name for name in files) for variant in variants), files
     for compiler in ("gcc", "cc", "clang", "c++"):
-        assert not (image.root / "usr/bin" / compiler).exists()
+        # Triton, which vLLM brings, calls one when it starts.
+        assert (image.root / "usr/bin" / compiler).exists() == (
+            image.target == "vllm" and compiler in ("gcc", "cc")
+        )
+
+
+def test_torch_is_the_build_for_the_target(image: Image) -> None:
+    said = image.run("python", "-c", "import torch; print(torch.version.cuda)").strip()
+    assert (said == "None") == (image.target == "cpu")
+    if image.target == "vllm":
+        assert image.run("python", "-c", "import vllm; print(vllm.__version__)").startswith("0.32")
 
 
 @pytest.mark.skipif(
@@ -129,6 +160,8 @@ def test_the_kernels_of_all_variants_are_inside_and_no_compiler(image: Image) ->
 )
 def test_a_cold_start_takes_thirty_seconds(image: Image) -> None:
     """From the start of the process to the port that answers, with Ray and SmolLM2."""
+    if image.target != "cpu":
+        pytest.skip("it would be loaded on the CPU as well")
     grpc, http = free_port(), free_port()
     (config,) = image.root.glob(
         "opt/venv/lib/*/site-packages/paceline/deployments/configs/smollm2*"

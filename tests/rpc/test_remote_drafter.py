@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,32 +47,12 @@ from paceline.types import Budget, Draft, Need, ShadowDraft
 from tests.masked import masked_drafter
 from tests.modelzoo import make_model
 from tests.rpc.drafter_process import Copycat
+from tests.rpc.recording import Recording
 from tests.rpc.serving import DrafterProcess, eventually, serving
 from tests.rpc.test_schema import TREES
 
 PROMPTS = [list(f"value_{i} = {i} * ".encode()) for i in range(4)]
 VOCAB_SIZE = 258
-
-
-class Recording(DraftServicer):
-    """Remembers the frames of all streams."""
-
-    frames: list[draft_pb2.ProposeFrame]
-
-    async def Propose(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
-        self.frames = getattr(self, "frames", [])
-
-        async def recorded() -> AsyncIterator[draft_pb2.ProposeFrame]:
-            async for frame in request_iterator:
-                self.frames.append(frame)
-                yield frame
-
-        replies: Any = super().Propose(recorded(), context)
-        try:
-            async for reply in replies:
-                yield reply
-        finally:
-            await replies.aclose()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -40,6 +40,7 @@ from paceline.target import ModelTarget
 from paceline.tokenizer import load_tokenizer
 from paceline.types import Need, StatesLayout
 from tests.heads import untrained_heads
+from tests.rpc.recording import Recording
 from tests.rpc.serving import eventually, serving
 
 TEXTS = (
@@ -51,27 +52,6 @@ TEXTS = (
 # reads all of them, one that drafts a block, and one that refines it.
 TRAINED = ("medusa", "eagle", "moa", "dspark", "xpress")
 SENDABLE = sorted(name for name, part in DRAFTER_PARTS.items() if part.reads_sent_states)
-
-
-class Recording(DraftServicer):
-    """Remembers the items that come with states."""
-
-    items: list[draft_pb2.ProposeItem]
-
-    async def Propose(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
-        self.items = getattr(self, "items", [])
-
-        async def recorded() -> AsyncIterator[draft_pb2.ProposeFrame]:
-            async for frame in request_iterator:
-                self.items += [item for item in frame.items if item.HasField("states")]
-                yield frame
-
-        replies: Any = super().Propose(recorded(), context)
-        try:
-            async for reply in replies:
-                yield reply
-        finally:
-            await replies.aclose()
 
 
 @cache
@@ -243,7 +223,7 @@ def test_only_states_of_committed_tokens_travel_and_each_once() -> None:
         sessions = engine.generate(prompts(), params_of(), speculation)
     assert sum(s.stats.num_drafted > s.stats.num_accepted for s in sessions)  # some are rejected
     for session in sessions:
-        mine = [i for i in hosted.items if i.session_id == session.session_id]
+        mine = [i for i in hosted.items_with_states if i.session_id == session.session_id]
         end = 0
         for item in mine:
             length = item.base_length + len(item.new_token_ids)
@@ -255,6 +235,40 @@ def test_only_states_of_committed_tokens_travel_and_each_once() -> None:
         assert len(mine) > 3
 
 
+def test_a_drafter_that_reads_other_states_is_named_and_costs_no_token(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hosted = servicer("medusa")
+    hosted._host.codec = StatesCodec(StatesLayout(Need.HIDDEN_STATES, (), 2**31), "float32")
+    with serving(drafter=hosted) as server:
+        remote = RemoteDrafter(server.address, vocab_size=demo().vocab_size)
+        with remote, caplog.at_level("ERROR"):
+            engine = Engine(ModelTarget(demo()), {"medusa": remote})
+            assert eventually(lambda: "does not fit" in caplog.text)
+            got = engine.generate(prompts(), params_of(), SpeculationConfig(method="medusa"))
+    assert [s.output_ids for s in got] == ar(0.0)
+    assert "states.hidden_size: got 2147483648" in caplog.text
+    assert "unforeseen" not in caplog.text
+
+
+def test_a_drafter_of_a_target_of_another_size_is_named_and_costs_no_token(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hosted = servicer("medusa")
+    hosted._host.codec = StatesCodec(StatesLayout(Need.HIDDEN_STATES, (), 96), "float32")
+    with (
+        serving(drafter=hosted) as server,
+        RemoteDrafter(server.address, vocab_size=demo().vocab_size) as remote,
+    ):
+        assert remote.wait_ready(10)
+        engine = Engine(ModelTarget(demo()), {"medusa": remote})
+        got = engine.generate(prompts(), params_of(), SpeculationConfig(method="medusa"))
+        assert eventually(lambda: hosted.num_sessions == 0)
+    assert [s.output_ids for s in got] == ar(0.0)
+    assert [s.error for s in got] == [None] * len(got)
+    assert "states.hidden_size: got 96, expected 160, the target's" in caplog.text
+
+
 def test_a_long_prompt_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states_module, "PIECE_BYTES", 10_000)
     expected = beside_the_target("moa", params_of())
@@ -262,7 +276,7 @@ def test_a_long_prompt_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         speculation = SpeculationConfig(method="moa", length="fixed")
         got = engine.generate(prompts(), params_of(), speculation)
     row = 20 * 160 * 4
-    assert {len(item.states.rows) for item in hosted.items} == {row}  # one row is always sent
+    assert {len(item.states.rows) for item in hosted.items_with_states} == {row}
     assert [s.stats.accepted_by_depth for s in got] == [s.stats.accepted_by_depth for s in expected]
     assert [s.output_ids for s in got] == ar(0.0)
 
@@ -320,17 +334,17 @@ def test_a_drafter_that_dies_leaves_its_sessions_to_another(temperature: float) 
         sessions = [
             engine.submit(Request(ids, params_of(temperature), speculation)) for ids in prompts()
         ]
-        while len(sessions[0].output_ids) < 6 or not first.items:
+        while len(sessions[0].output_ids) < 6 or not first.items_with_states:
             engine.step()
         orphans = {s.session_id for s in sessions if not s.finished} & {
             name for name, address in pool._places.of.items() if address == one.address
         }
         assert orphans
-        before = len(second.items)
+        before = len(second.items_with_states)
         pool._remotes[one.address].stop()
         while not all(s.finished for s in sessions):
             engine.step()
-        opened = [i for i in second.items[before:] if i.HasField("open")]
+        opened = [i for i in second.items_with_states[before:] if i.HasField("open")]
         assert eventually(lambda: second.num_sessions == 0)
     assert [s.output_ids for s in sessions] == ar(temperature)
     assert {item.session_id for item in opened} == orphans
@@ -383,7 +397,7 @@ def test_a_drafter_that_joins_late_drafts_from_then_on() -> None:
     assert all(s.stats.num_draft_nodes > 0 for s in sessions)
     # Before it came, once; a drafter is not asked for what it lacks the states for.
     assert all(s.stats.drafter_failures == 1 for s in sessions)
-    assert all(i.states.first_position > 0 for i in hosted.items if i.HasField("open"))
+    assert all(i.states.first_position > 0 for i in hosted.items_with_states if i.HasField("open"))
 
 
 class Forgetful(Mirrors):
@@ -411,7 +425,7 @@ def test_a_session_that_a_drafter_has_forgotten_comes_again(
     with from_afar("eagle") as (engine, hosted, remote):
         got = engine.generate(prompts(), params_of(), speculation)
         assert remote.counters.num_reopened == 1
-    again = [i for i in hosted.items if i.HasField("open")][len(prompts()) :]
+    again = [i for i in hosted.items_with_states if i.HasField("open")][len(prompts()) :]
     assert [i.states.first_position for i in again] == [0]
     assert [s.output_ids for s in got] == ar(0.0)
     for here, there in zip(expected, got, strict=True):

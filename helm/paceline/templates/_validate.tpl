@@ -34,7 +34,7 @@ is, and what is allowed. */}}
 {{- define "paceline.validate.methods" -}}
 {{- $args := .args -}}
 {{- $models := .models -}}
-{{- $method := default "draft_model" $args.speculation.method -}}
+{{- $method := default (ternary "draft_model" "auto" (gt (len $args.speculation) 0)) $args.speculation.method -}}
 {{- $actors := eq $args.topology "actors" -}}
 {{- $schedules := list "static" "confidence" "freedave" "prophet" "sched" "dparallel" "set_block" "learn2pd" "apd" "remask" -}}
 {{- if eq $args.engine "diffusion" -}}

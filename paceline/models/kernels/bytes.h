@@ -219,9 +219,8 @@ static void to_bytes(const void *x, size_t at, byte_in *out, float *scale, int k
     }
 }
 
-/* The results of a row for 16 outputs from their int32 sums. */
-ALWAYS_INLINE void put_bytes(const struct target *t, int row, int first, const int32_t *sums,
-                             float scale, const struct byte_panel *panel, int shift)
+/* A row's 16 results from their int32 sums. */
+ALWAYS_INLINE vec scaled(const int32_t *sums, float scale, const struct byte_panel *panel, int shift)
 {
     vec out;
     UNROLL for (int i = 0; i < NATS; i++)
@@ -233,7 +232,13 @@ ALWAYS_INLINE void put_bytes(const struct target *t, int row, int first, const i
             whole -= off;
         out.n[i] = __builtin_convertvector(whole, nat) * nat_load(panel->scale + i * W) * nat_set(scale);
     }
-    put(t, row, first, out);
+    return out;
+}
+
+ALWAYS_INLINE void put_bytes(const struct target *t, int row, int first, const int32_t *sums,
+                             float scale, const struct byte_panel *panel, int shift)
+{
+    put(t, row, first, scaled(sums, scale, panel, shift));
 }
 
 /* Each of `turns` blocks fetches a share of the weights `ahead`, spread over its own steps. */
@@ -246,6 +251,12 @@ ALWAYS_INLINE void byte_block(const byte_in *x, int inputs, const char *panel, s
         UNROLL for (int p = 0; p < panels; p++)
             UNROLL for (int i = 0; i < SUMS; i++) acc[r][p][i] = (nat_int){0};
     const int8_t *w = ((const struct byte_panel *)panel)->weights, *next = w + ahead;
+    if (turn == 0)
+        UNROLL for (int p = 0; p < panels; p++)
+        {
+            FETCH(panel + ahead + p * bytes); /* the scales and shifts */
+            FETCH(panel + ahead + p * bytes + 64);
+        }
     for (int k = 0; k < inputs; k += 4) {
         if (turn-- == 0) {
             turn = turns - 1;
@@ -255,6 +266,21 @@ ALWAYS_INLINE void byte_block(const byte_in *x, int inputs, const char *panel, s
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int p = 0; p < panels; p++)
                 byte_step(acc[r][p], w + p * bytes + (size_t)k * WIDTH, x + (size_t)r * inputs + k);
+    }
+    /* Without branches, and unrolled, the sums never leave their registers. */
+    if (!t->bias && !t->narrow && first + panels * WIDTH <= (int)t->outputs) {
+        UNROLL for (int p = 0; p < panels; p++)
+        {
+            const struct byte_panel *of = (const struct byte_panel *)(panel + p * bytes);
+            float *out = (float *)t->out + row * t->outputs + first + p * WIDTH;
+            UNROLL for (int r = 0; r < rows; r++)
+            {
+                int32_t sums[WIDTH];
+                byte_finish(acc[r][p], sums);
+                store_(out + r * t->outputs, scaled(sums, scales[r], of, BYTE_SHIFT));
+            }
+        }
+        return;
     }
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < panels; p++) {

@@ -29,9 +29,9 @@ def export(
 ) -> None:
     """Write a trained head in the format of `speculators`, which vLLM and SGLang load.
 
-    The weights stay what they are, in bfloat16. The heads `dflash`, `dflash2`, `dspark`, `peagle`,
-    `mtp` (of a Qwen3) and, trained with `--set published=true`, `eagle3` have that format; Paceline
-    loads it, too.
+    The weights stay what they are, in bfloat16. The heads `dflash`, `dflash2`, `dspark`, `xpress`,
+    `peagle`, `mtp` (of a Qwen3) and, trained with `--set published=true`, `eagle3` have that
+    format; Paceline loads it, too.
 
     Examples:
 

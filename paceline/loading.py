@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline.demo import DIFFUSION_DIR, TARGET_DIR
+from paceline.demo import DIFFUSION_DIR, OWN_TOKENS_DIR, TARGET_DIR
 from paceline.diffusion.model import MaskedModel
 from paceline.diffusion.runner import BlockRunner
 from paceline.drafters.base import Drafter, DrafterContext
@@ -307,7 +307,8 @@ def load_engine(
 
     Args:
         target, drafter: folders or names of models (:mod:`paceline.model_names`).
-        translate: take a drafter with another tokenizer, too; the method `omnidraft` uses it.
+        translate: take a drafter with another tokenizer, too; the method `omnidraft` uses it. The
+            demo target then has one where ``drafter`` is None.
         drafter_device: where the drafter runs; None: where the target does.
         heads: folder with the target's trained heads (:class:`paceline.models.heads.HeadLibrary`),
             or a published drafter's folder or ``hf:`` name; default: the folder ``heads`` in
@@ -318,6 +319,7 @@ def load_engine(
         ModelNotFound, InvalidArgument: as :func:`load_runner`.
         TokenizerMismatch: drafter and target do not share a tokenizer, and ``translate`` is False.
     """
+    is_named = drafter is not None
     drafter = drafter or default_drafter(target)
     target = model_folder(resolve_model(target or TARGET_DIR))
     drafter = None if drafter is None else resolve_model(drafter)
@@ -344,6 +346,11 @@ def load_engine(
             drafters["draft_model"] = load_drafter(
                 drafter, target, dtype=dtype, device=where, kv_tokens=kv_tokens
             )
+    if translate and target == TARGET_DIR and not is_named:
+        drafters["omnidraft"] = load_translating_drafter(
+            OWN_TOKENS_DIR, tokenizer, dtype=dtype, device=drafter_device or device,
+            kv_tokens=kv_tokens,
+        )  # fmt: skip
     if target == TARGET_DIR and "diffuspec" not in drafters:
         drafters["diffuspec"] = load_masked_drafter(DIFFUSION_DIR, target)
     heads = resolve_heads(heads) if heads else heads_folder(target)

@@ -300,6 +300,7 @@ DRAFTER_PARTS: Mapping[str, DrafterPart] = {
     "dflash": _with_head("dflash"),
     "dflash2": _with_head("dflash2"),
     "dspark": _with_head("dspark"),
+    "xpress": _with_head("xpress"),
     "chimera": _with_head("chimera"),
     "fspad": _with_head("fspad"),
     "falcon": _with_head("falcon"),
@@ -1175,6 +1176,19 @@ METHODS: Mapping[str, Method] = {
             defaults={"num_speculative_tokens": 7},
             needs=frozenset({Need.LAYER_STATES}),
             head="dspark",
+        ),
+        Method(
+            name="xpress",
+            paper="xPress: Parallel Refinement for Diffusion Drafters in Speculative Decoding, "
+            "2026, arXiv 2608.02438",
+            summary="DFlash's block, corrected by its own tokens in a few passes.",
+            drafter="xpress",
+            shape="chain",
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 15},
+            needs=frozenset({Need.LAYER_STATES}),
+            head="xpress",
         ),
         Method(
             name="fspad",

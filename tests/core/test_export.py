@@ -196,13 +196,16 @@ def test_the_config_has_what_vllm_checks(name: str, tmp_path: Path) -> None:
     inner = config["transformer_layer_config"]
     assert inner["model_type"] in ("llama", "qwen3")
     assert inner["vocab_size"] == head.target.config.vocab_size
-    if head.kind in ("peagle", "dflash", "dflash2", "dspark"):
+    if head.kind in ("peagle", "dflash", "dflash2", "dspark", "xpress"):
         assert config["mask_token_id"] == 63
     if head.kind == "peagle":
         assert config["draft_vocab_size"] == 64 and config["norm_before_residual"] is False
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "mtp"])  # 0.32 reads no MTP
+NOT_IN_VLLM = ("mtp", "xpress", "xpress_anchor")  # 0.32
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_IN_VLLM])
 def test_vllm_reads_the_config(name: str) -> None:
     vllm = pytest.importorskip("vllm.transformers_utils.configs.speculators.base")
     config = json.loads((EXPORTED / name / "config.json").read_text())
@@ -215,7 +218,8 @@ def test_vllm_reads_the_config(name: str) -> None:
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3"])
 def test_other_layouts_are_refused(kind: str, tmp_path: Path, tiny_folder: Path) -> None:
     head = untrained(kind, HeadTarget.from_folder(tiny_folder))
-    with pytest.raises(InvalidArgument, match="dflash, dflash2, dspark, eagle3, peagle, mtp"):
+    kinds = "dflash, dflash2, dspark, xpress, eagle3, peagle, mtp"
+    with pytest.raises(InvalidArgument, match=kinds):
         export_head(head, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -1,7 +1,8 @@
-"""DFlash and DSpark: drafting computes what training computed, and ends where unsure."""
+"""DFlash, DSpark and xPress: drafting computes what training computed, and ends where unsure."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from paceline.models.heads.blocks import BlockSight
 from paceline.models.heads.dflash import DFlash, DFlashOptions
 from paceline.models.heads.dflash2 import DFlash2
 from paceline.models.heads.dspark import DSpark, DSparkOptions
+from paceline.models.heads.xpress import XPress, XPressOptions
 from paceline.models.llama import LlamaRunner
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
@@ -30,7 +32,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dspark": ("dspark", {"markov_rank": 8}),
     "dspark, gated": ("dspark", {"markov_rank": 8, "markov_kind": "gated"}),
     "dspark, rnn": ("dspark", {"markov_rank": 8, "markov_kind": "rnn", "from_anchor": False}),
-}
+    "xpress": ("xpress", {"block_size": 6, "refiner_rank": 8}),
+    "xpress, from the anchor": (
+        "xpress", {"block_size": 5, "refiner_rank": 9, "refiner_ratio": 3, "from_anchor": True},
+    ),
+}  # fmt: skip
 DEPTH, PLACE = 4, 9
 
 
@@ -64,6 +70,12 @@ def trained_logits(head: DFlash, batch: HeadBatch, row: int, fed: list[int]) -> 
     hidden = head(head.select(batch.layer_states), batch.token_ids, anchors)[row, 1]
     before = [int(batch.token_ids[row, PLACE]), *fed]
     before += [0] * (head.max_depth - len(before))
+    if isinstance(head, XPress):
+        if head.first_place:
+            before.insert(0, int(batch.token_ids[row, PLACE - 1]))
+        before = before[: head.options.block_size]
+        bias = head.biases(head.refiner_head.see(hidden), torch.tensor(before))
+        return head.some_logits(hidden[head.first_place :]) + bias
     if not isinstance(head, DSpark):
         drafting = hidden[head.first_place :]
         logits = head.some_logits(drafting)
@@ -175,7 +187,86 @@ def test_drafts_end_by_the_confidence_head_and_change_no_token(
         assert drafted[-9.0] == drafted[9.0] > 1
 
 
-@pytest.mark.parametrize("kind", [(DFlash, DFlashOptions), (DSpark, DSparkOptions)])
+def counting_head(target: HeadTarget, block_size: int, back: int, **options: Any) -> XPress:
+    """A refiner whose next token is one more than the one ``back`` places before it."""
+    rank, vocab_size = 128, target.config.vocab_size
+    made = untrained(
+        "xpress", target, num_layers=1, int8=False, block_size=block_size, refiner_rank=rank,
+        **options,
+    )  # fmt: skip
+    assert isinstance(made, XPress)
+    made.requires_grad_(False).eval()
+    refiner = made.refiner_head
+    for parameter in refiner.parameters():
+        torch.nn.init.zeros_(parameter)
+    names = torch.nn.functional.normalize(torch.randn(vocab_size, rank), dim=1)
+    refiner.token_embed.weight.copy_(names)
+    refiner.in_proj.weight[:, 2 * rank :] = torch.eye(rank)
+    refiner.readout.weight.copy_(1000 * names.roll(1, 0))
+    if back == 2:  # a place forgets its own token, and takes the one of the place before
+        for place in range(1, block_size):
+            refiner.mix_l[:, place, place] = -1
+            refiner.mix_l[:, place, place - 1] = 1
+    made.prepare()
+    return made
+
+
+@pytest.mark.parametrize("back", [1, 2])
+def test_a_token_follows_those_that_the_mixer_weighs(
+    back: int, target: HeadTarget, batch: HeadBatch
+) -> None:
+    made = counting_head(target, 6, back)
+    assert batch.layer_states is not None
+    features, ids = made.select(batch.layer_states)[0], batch.token_ids[0].tolist()
+    state = made.new_state()
+    for first, end in ((0, 5), (5, 6), (6, 8)):
+        logits = made.root([state], [features[first:end]], [ids[first + 1 : end + 1]])
+        (chain,) = made.greedy_chains([state], [int(logits[0].argmax())], 5).tolist()
+        text = [*ids[: end + 1], *chain]
+        for place in range(end + 1, len(text)):
+            assert text[place] == (text[place - back] + 1) % target.config.vocab_size
+    made.free(state)
+
+
+@pytest.mark.parametrize("from_anchor", [False, True])
+def test_each_jacobi_pass_settles_one_more_token(
+    from_anchor: bool, target: HeadTarget, batch: HeadBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a pass the backbone chooses, and a pass that changes nothing is the last one."""
+    depth, first, passes, vocab_size = 9, 7, 0, target.config.vocab_size
+    made = counting_head(target, 10, 1, from_anchor=from_anchor)
+    assert batch.layer_states is not None
+    mix = made.refiner_head.mix
+
+    def counted(inputs: torch.Tensor) -> torch.Tensor:
+        nonlocal passes
+        passes += 1
+        return mix(inputs)
+
+    monkeypatch.setattr(made.refiner_head, "mix", counted)
+    features, ids = made.select(batch.layer_states)[0, :PLACE], batch.token_ids[0].tolist()
+    state, wanted = made.new_state(), list(range(first, first + depth))
+    made.root([state], [features], [ids[1 : PLACE + 1]])
+    backbone = made.some_logits(state.hidden[made.first_place :])[:depth].argmax(-1).tolist()
+    for node in range(1, depth):  # one by one
+        logits = made.expand([state], [[(node - 1, wanted[node - 1], node - 2)]])
+        assert int(logits[0].argmax()) == wanted[node]
+    for allowed in range(depth + 3):
+        made.options = replace(made.options, jacobi_passes=allowed)
+        passes = 0
+        (chain,) = made.greedy_chains([state], [first], depth).tolist()
+        # A place whose beginning the backbone chose counts on from there.
+        assert chain == [
+            wanted[i] if i <= allowed else (backbone[i - allowed] + allowed) % vocab_size
+            for i in range(depth)
+        ]
+        assert passes == min(allowed, depth)
+    made.free(state)
+
+
+@pytest.mark.parametrize(
+    "kind", [(DFlash, DFlashOptions), (DSpark, DSparkOptions), (XPress, XPressOptions)]
+)
 def test_sessions_draft_up_to_the_end_of_the_context(
     kind: tuple[type[DFlash], type[Any]], zoo: Path, tmp_path: Path
 ) -> None:
@@ -207,6 +298,9 @@ def test_what_tokens_of_a_block_see() -> None:
         ("dflash2", {"candidates": 0}, "from 1 to"),
         ("dspark", {"markov_kind": "other"}, "vanilla, gated, rnn"),
         ("dspark", {"markov_rank": 0}, "above 0"),
+        ("xpress", {"refiner_rank": 0}, "1 or more"),
+        ("xpress", {"refiner_ratio": 0}, "1 or more"),
+        ("xpress", {"jacobi_passes": -1}, "0 or more"),
     ],
 )
 def test_impossible_options_are_named(

@@ -20,11 +20,13 @@ from paceline.loading import load_engine
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.tokenizer import load_tokenizer
+from tests.core.prompts import code_prompts
 
 TEXTS = (
     "def read_config(path):\n    with open(path) as file:\n        return json.load(file)\n",
     "class Queue:\n    # Größe, 大小, 🙂\n    def __init__(self, maxsize=0):\n",
 )
+FLOORS = {0.0: 0.3, 1.0: 0.1}  # accepted tokens a round of the drafter that ships
 GREEDY = SamplingParams(max_tokens=48, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=48, ignore_eos=True, temperature=1.0, seed=3)
 
@@ -160,6 +162,29 @@ def test_the_cache_learns(finer: Path) -> None:
     assert target.decode(token_ids) == TEXTS[0]
     assert len(token_ids) < len(drafted)
     assert translator.num_by_text == asked
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_the_drafter_that_ships_with_tokens_of_its_own(params: SamplingParams) -> None:
+    engine = load_engine(translate=True)
+    drafter = engine.drafters["omnidraft"]
+    assert isinstance(drafter, OmniDraft)
+    translator = drafter.translator
+    assert translator is not None
+    assert translator.drafter.vocab_size == 768
+    rounds = accepted = 0
+    for prompt in code_prompts(translator.target, 4):
+        plain, session = (
+            engine.generate([prompt], params, SpeculationConfig(method=method, length="fixed"))[0]
+            for method in ("ar", "omnidraft")
+        )
+        assert session.output_ids == plain.output_ids
+        assert not session.stats.drafter_failures
+        rounds += session.stats.num_target_forwards
+        accepted += session.stats.num_accepted
+    assert accepted > FLOORS[params.temperature] * rounds
+    merged = [ours for ours in translator.pairs if len(ours) > 1]
+    assert len(merged) > 10  # target tokens that the drafter spells in parts
 
 
 def test_methods_for_the_same_tokenizer_are_refused(finer: Path) -> None:

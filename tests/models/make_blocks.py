@@ -80,6 +80,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "sample_from_anchor": False, "draft_vocab_size": 40,
         },
     ),
+    "xpress": ("xpress", {}, {"block_size": 5, "xpress_rank": 6}),
+    "xpress_anchor": (
+        "xpress",
+        {
+            "num_hidden_layers": 1, "num_key_value_heads": 1, "attention_bias": True,
+            "sliding_window": 4, "use_sliding_window": True, "layer_types": ["sliding_attention"],
+        },
+        {
+            "block_size": 4, "xpress_rank": 7, "xpress_mlp_ratio": 3, "num_jacobi_passes": 1,
+            "sample_from_anchor": True, "draft_vocab_size": 40,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -105,7 +117,7 @@ def random_cases(seed: int, count: int = 12) -> dict[str, Any]:
             own["draft_vocab_size"] = draw.choice([20, 64])
         if draw.random() < 0.5:
             own["sample_from_anchor"] = draw.random() < 0.5
-        kind = draw.choice(["dflash", "dflash2", "dspark"])
+        kind = draw.choice(["dflash", "dflash2", "dspark", "xpress"])
         if kind == "dflash2":
             own.pop("draft_vocab_size", None)
             own |= {
@@ -117,6 +129,9 @@ def random_cases(seed: int, count: int = 12) -> dict[str, Any]:
             own["markov_head_type"] = draw.choice(["vanilla", "gated", "rnn"])
             own["confidence_head_with_markov"] = own["markov_rank"] > 0 and draw.random() < 0.5
             own["enable_confidence_head"] = draw.random() < 0.8
+        if kind == "xpress":
+            own["xpress_rank"] = draw.choice([1, 5, 16])
+            own["xpress_mlp_ratio"] = draw.choice([1, 2, 4])
         cases[f"random_{seed}_{i}"] = (kind, layers, own)
     return cases
 
@@ -128,6 +143,7 @@ def make(folder: Path, kind: str, layers: dict[str, Any], own: dict[str, Any], s
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
     from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
     from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+    from speculators.models.xpress import XPressDraftModel, XPressSpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import Qwen3Config
 
@@ -135,6 +151,7 @@ def make(folder: Path, kind: str, layers: dict[str, Any], own: dict[str, Any], s
         "dflash": (DFlashSpeculatorConfig, DFlashDraftModel),
         "dflash2": (DFlash2SpeculatorConfig, DFlash2DraftModel),
         "dspark": (DSparkSpeculatorConfig, DSparkDraftModel),
+        "xpress": (XPressSpeculatorConfig, XPressDraftModel),
     }
     config_class, model_class = classes[kind]
     torch.manual_seed(seed)
@@ -214,6 +231,10 @@ def block_at(
         if model.config.confidence_head_with_markov:
             given = torch.cat([hidden, embedded], -1)
         sure = model.confidence_head(given)[0]
+    if getattr(model, "refiner_head", None) is not None:
+        earlier = token_ids[None, place - 1 : place]
+        given = before if at_anchor else torch.cat([earlier, before[:, 1:]], 1)
+        logits = logits + model.refiner_head.block_bias(given, hidden)
     if getattr(model, "candidate_selector", None) is not None:
         chosen, scores = model.candidate_selector.select(logits, hidden, before)
         logits = torch.full_like(logits, float("-inf")).scatter(-1, chosen, scores)

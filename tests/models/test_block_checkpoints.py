@@ -1,4 +1,4 @@
-"""Published DFlash, DFlash 2 and DSpark checkpoints draft what their own library computes.
+"""Published DFlash, DFlash 2, DSpark and xPress checkpoints draft what their own library computes.
 
 ``make_blocks.py`` made the folders in ``blocks`` with speculators 0.9.0.
 """
@@ -149,7 +149,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "another vocabulary": (lambda c, t: c["transformer_layer_config"].update(vocab_size=90), "64"),
     "another kind": (
         lambda c, t: c.update(speculators_model_type="eagle9"),
-        "dflash, dflash2, dspark",
+        "dflash, dflash2, dspark, xpress",
     ),
     "no layers named": (lambda c, t: c.pop("aux_hidden_state_layer_ids"), "aux_hidden_state"),
     "no mask token": (lambda c, t: c.pop("mask_token_id"), "mask_token_id"),
@@ -172,6 +172,22 @@ def test_what_does_not_fit_is_named(change: str) -> None:
     apply(config, tensors)
     with pytest.raises(InvalidArgument, match=named):
         read_block_head(config, tensors, target_of(expected_in(folder)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"xpress_rank": 9}, r"refiner_head\..* of shape .* as config.json says"),
+        ({"xpress_rank": 0}, "refiner_rank"),
+        ({"xpress_mlp_ratio": 3}, r"mlp_.* of shape"),
+        ({"block_size": 6}, r"mix_l of shape \[6, 5, 5\]"),
+        ({"num_jacobi_passes": -1}, "jacobi_passes"),
+    ],
+)
+def test_a_refiner_that_does_not_fit_is_named(changed: dict[str, int], named: str) -> None:
+    folder = FOLDER / "xpress"
+    with pytest.raises(InvalidArgument, match=named):
+        read_head(folder, target_of(expected_in(folder)), **changed)
 
 
 def test_the_authors_layout_is_read_as_well() -> None:

@@ -49,8 +49,8 @@ TEXTS = (
     "import os\nimport sys\n",
 )
 # A head that extrapolates the state after the final norm, one that fuses three layers, one that
-# reads all of them, and one that drafts a block.
-TRAINED = ("medusa", "eagle", "moa", "dspark")
+# reads all of them, one that drafts a block, and one that refines it.
+TRAINED = ("medusa", "eagle", "moa", "dspark", "xpress")
 SENDABLE = sorted(name for name, part in DRAFTER_PARTS.items() if part.reads_sent_states)
 
 

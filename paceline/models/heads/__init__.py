@@ -37,6 +37,7 @@ from paceline.models.heads.published import (
     mtp_layer_in,
     published_in,
 )
+from paceline.models.heads.xpress import XPress
 from paceline.models.layouts import read_config
 from paceline.models.llama import LlamaRunner
 from paceline.models.transformers import TransformersRunner
@@ -55,6 +56,7 @@ HEADS: Mapping[str, type[Head]] = {
         DFlash,
         DFlash2,
         DSpark,
+        XPress,
         Chimera,
         Fspad,
         Falcon,

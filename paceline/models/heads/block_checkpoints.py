@@ -1,4 +1,4 @@
-"""Published checkpoints of block drafters: DFlash, DFlash 2 and DSpark.
+"""Published checkpoints of block drafters: DFlash, DFlash 2, DSpark and xPress.
 
 Two layouts, which differ in config.json only: that of ``speculators``
 (``speculators_model_type``), and for DFlash and DSpark the authors' own (``architectures``:
@@ -23,9 +23,12 @@ from paceline.models.heads.dflash import DFlash
 from paceline.models.heads.dflash2 import DFlash2
 from paceline.models.heads.dspark import DSpark
 from paceline.models.heads.filling import draft_vocabulary, fill, layers_config
+from paceline.models.heads.xpress import XPress
 from paceline.models.llama_config import LlamaConfig
 
-BLOCK_HEADS: Mapping[str, type[DFlash]] = {head.kind: head for head in (DFlash, DFlash2, DSpark)}
+BLOCK_HEADS: Mapping[str, type[DFlash]] = {
+    head.kind: head for head in (DFlash, DFlash2, DSpark, XPress)
+}
 _ORIGINAL = {"DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark"}
 _OF_TARGET = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 # Fields of z-lab's layout that change what is computed, and the values that change nothing.
@@ -115,6 +118,12 @@ def _layout(config: Mapping[str, Any], target: HeadTarget) -> _Layout:
             "markov_kind": config.get("markov_head_type", "vanilla"),
             "confidence_head": config.get("enable_confidence_head", True),
             "confidence_reads_token": config.get("confidence_head_with_markov", True),
+        }
+    if kind == "xpress":
+        more = {
+            "refiner_rank": config.get("xpress_rank", 256),
+            "refiner_ratio": config.get("xpress_mlp_ratio", 2),
+            "jacobi_passes": config.get("num_jacobi_passes", 6),
         }
     if "speculators_model_type" in config:
         layers = config.get("transformer_layer_config") or {}

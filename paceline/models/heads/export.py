@@ -1,7 +1,7 @@
 """Trained heads in the format of ``speculators`` 0.9, which vLLM and SGLang load.
 
 The weights keep their values and their names. What is the target's, embedding and output layer, is
-left to the target in DFlash, DSpark and MTP, and written as well in EAGLE-3 and P-EAGLE.
+left to the target in DFlash, DSpark, xPress and MTP, and written as well in EAGLE-3 and P-EAGLE.
 :mod:`paceline.models.heads.published` reads what is written here.
 """
 
@@ -26,6 +26,7 @@ from paceline.models.heads.eagle3 import TrainedEagle3
 from paceline.models.heads.mtp import Mtp, published_name
 from paceline.models.heads.peagle import PEagle
 from paceline.models.heads.published_eagle import PublishedEagle, PublishedEagle3
+from paceline.models.heads.xpress import XPress
 from paceline.models.layouts import read_config
 from paceline.models.llama_config import LlamaConfig
 
@@ -163,6 +164,12 @@ def _block(head: DFlash) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "confidence_head_with_markov": options.confidence_reads_token
             and options.confidence_head,
         }
+    if isinstance(head, XPress):
+        fields |= {
+            "xpress_rank": options.refiner_rank,
+            "xpress_mlp_ratio": options.refiner_ratio,
+            "num_jacobi_passes": options.jacobi_passes,
+        }
     return fields, tensors
 
 
@@ -227,6 +234,7 @@ _WRITERS: Mapping[type[Head], Callable[[Any], tuple[dict[str, Any], dict[str, Te
     DFlash: _block,
     DFlash2: _block,
     DSpark: _block,
+    XPress: _block,
     PublishedEagle3: _eagle3,
     TrainedEagle3: _eagle3,
     PEagle: _peagle,

@@ -1,9 +1,9 @@
 """Published drafters: checkpoints of the hub, in the formats of their authors, as heads.
 
 The folder's ``config.json`` and the names of its tensors decide the kind; ``READERS`` has what
-reads each kind. Supported are EAGLE and EAGLE-3 in SafeAILab's layout, EAGLE-3 and P-EAGLE in that
-of ``speculators``, Medusa and Hydra in their authors', and DFlash and DSpark in either. A file of
-pickles is read without running what is in it.
+reads each kind. Supported are EAGLE and EAGLE-3 in SafeAILab's layout, EAGLE-3, P-EAGLE and xPress
+in that of ``speculators``, Medusa and Hydra in their authors', and DFlash and DSpark in either. A
+file of pickles is read without running what is in it.
 """
 
 from __future__ import annotations
@@ -487,5 +487,6 @@ READERS: dict[str, Callable[[Published, HeadTarget], Head]] = {
     "dflash": _block,
     "dflash2": _block,
     "dspark": _block,
+    "xpress": _block,
 }
 """What reads each kind; its head's kind has the same name."""

@@ -156,178 +156,18 @@ class SamplingParams(_message.Message):
         include_stop_str_in_output: _builtins.bool | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "_frequency_penalty",
-        b"_frequency_penalty",
-        "_grammar",
-        b"_grammar",
-        "_ignore_eos",
-        b"_ignore_eos",
-        "_include_stop_str_in_output",
-        b"_include_stop_str_in_output",
-        "_json_schema",
-        b"_json_schema",
-        "_logprobs",
-        b"_logprobs",
-        "_max_tokens",
-        b"_max_tokens",
-        "_min_p",
-        b"_min_p",
-        "_min_tokens",
-        b"_min_tokens",
-        "_presence_penalty",
-        b"_presence_penalty",
-        "_prompt_logprobs",
-        b"_prompt_logprobs",
-        "_regex",
-        b"_regex",
-        "_repetition_penalty",
-        b"_repetition_penalty",
-        "_seed",
-        b"_seed",
-        "_skip_special_tokens",
-        b"_skip_special_tokens",
-        "_temperature",
-        b"_temperature",
-        "_top_k",
-        b"_top_k",
-        "_top_p",
-        b"_top_p",
-        "frequency_penalty",
-        b"frequency_penalty",
-        "grammar",
-        b"grammar",
-        "ignore_eos",
-        b"ignore_eos",
-        "include_stop_str_in_output",
-        b"include_stop_str_in_output",
-        "json_schema",
-        b"json_schema",
-        "logprobs",
-        b"logprobs",
-        "max_tokens",
-        b"max_tokens",
-        "min_p",
-        b"min_p",
-        "min_tokens",
-        b"min_tokens",
-        "presence_penalty",
-        b"presence_penalty",
-        "prompt_logprobs",
-        b"prompt_logprobs",
-        "regex",
-        b"regex",
-        "repetition_penalty",
-        b"repetition_penalty",
-        "seed",
-        b"seed",
-        "skip_special_tokens",
-        b"skip_special_tokens",
-        "temperature",
-        b"temperature",
-        "top_k",
-        b"top_k",
-        "top_p",
-        b"top_p",
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_grammar", b"_grammar", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_json_schema", b"_json_schema", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_regex", b"_regex", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "_frequency_penalty",
-        b"_frequency_penalty",
-        "_grammar",
-        b"_grammar",
-        "_ignore_eos",
-        b"_ignore_eos",
-        "_include_stop_str_in_output",
-        b"_include_stop_str_in_output",
-        "_json_schema",
-        b"_json_schema",
-        "_logprobs",
-        b"_logprobs",
-        "_max_tokens",
-        b"_max_tokens",
-        "_min_p",
-        b"_min_p",
-        "_min_tokens",
-        b"_min_tokens",
-        "_presence_penalty",
-        b"_presence_penalty",
-        "_prompt_logprobs",
-        b"_prompt_logprobs",
-        "_regex",
-        b"_regex",
-        "_repetition_penalty",
-        b"_repetition_penalty",
-        "_seed",
-        b"_seed",
-        "_skip_special_tokens",
-        b"_skip_special_tokens",
-        "_temperature",
-        b"_temperature",
-        "_top_k",
-        b"_top_k",
-        "_top_p",
-        b"_top_p",
-        "allowed_token_ids",
-        b"allowed_token_ids",
-        "frequency_penalty",
-        b"frequency_penalty",
-        "grammar",
-        b"grammar",
-        "ignore_eos",
-        b"ignore_eos",
-        "include_stop_str_in_output",
-        b"include_stop_str_in_output",
-        "json_schema",
-        b"json_schema",
-        "logit_bias",
-        b"logit_bias",
-        "logprobs",
-        b"logprobs",
-        "max_tokens",
-        b"max_tokens",
-        "min_p",
-        b"min_p",
-        "min_tokens",
-        b"min_tokens",
-        "presence_penalty",
-        b"presence_penalty",
-        "prompt_logprobs",
-        b"prompt_logprobs",
-        "regex",
-        b"regex",
-        "repetition_penalty",
-        b"repetition_penalty",
-        "seed",
-        b"seed",
-        "skip_special_tokens",
-        b"skip_special_tokens",
-        "stop",
-        b"stop",
-        "stop_token_ids",
-        b"stop_token_ids",
-        "temperature",
-        b"temperature",
-        "top_k",
-        b"top_k",
-        "top_p",
-        b"top_p",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_grammar", b"_grammar", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_json_schema", b"_json_schema", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_regex", b"_regex", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "json_schema", b"json_schema", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
-    _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal[
-        "_frequency_penalty", b"_frequency_penalty"
-    ]  # noqa: Y015
+    _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
     _WhichOneofReturnType__ignore_eos: _TypeAlias = _typing.Literal["ignore_eos"]  # noqa: Y015
     _WhichOneofArgType__ignore_eos: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos"]  # noqa: Y015
-    _WhichOneofReturnType__include_stop_str_in_output: _TypeAlias = _typing.Literal[
-        "include_stop_str_in_output"
-    ]  # noqa: Y015
-    _WhichOneofArgType__include_stop_str_in_output: _TypeAlias = _typing.Literal[
-        "_include_stop_str_in_output", b"_include_stop_str_in_output"
-    ]  # noqa: Y015
+    _WhichOneofReturnType__include_stop_str_in_output: _TypeAlias = _typing.Literal["include_stop_str_in_output"]  # noqa: Y015
+    _WhichOneofArgType__include_stop_str_in_output: _TypeAlias = _typing.Literal["_include_stop_str_in_output", b"_include_stop_str_in_output"]  # noqa: Y015
     _WhichOneofReturnType__json_schema: _TypeAlias = _typing.Literal["json_schema"]  # noqa: Y015
     _WhichOneofArgType__json_schema: _TypeAlias = _typing.Literal["_json_schema", b"_json_schema"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
@@ -339,25 +179,17 @@ class SamplingParams(_message.Message):
     _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
     _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
     _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
-    _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal[
-        "_presence_penalty", b"_presence_penalty"
-    ]  # noqa: Y015
+    _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
-    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal[
-        "_prompt_logprobs", b"_prompt_logprobs"
-    ]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__regex: _TypeAlias = _typing.Literal["regex"]  # noqa: Y015
     _WhichOneofArgType__regex: _TypeAlias = _typing.Literal["_regex", b"_regex"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
-    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal[
-        "_repetition_penalty", b"_repetition_penalty"
-    ]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
-    _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal[
-        "_skip_special_tokens", b"_skip_special_tokens"
-    ]  # noqa: Y015
+    _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
@@ -365,77 +197,41 @@ class SamplingParams(_message.Message):
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__frequency_penalty
-    ) -> _WhichOneofReturnType__frequency_penalty | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__grammar
-    ) -> _WhichOneofReturnType__grammar | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grammar) -> _WhichOneofReturnType__grammar | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__ignore_eos
-    ) -> _WhichOneofReturnType__ignore_eos | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ignore_eos) -> _WhichOneofReturnType__ignore_eos | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__include_stop_str_in_output
-    ) -> _WhichOneofReturnType__include_stop_str_in_output | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__include_stop_str_in_output) -> _WhichOneofReturnType__include_stop_str_in_output | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__json_schema
-    ) -> _WhichOneofReturnType__json_schema | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__json_schema) -> _WhichOneofReturnType__json_schema | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__logprobs
-    ) -> _WhichOneofReturnType__logprobs | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__max_tokens
-    ) -> _WhichOneofReturnType__max_tokens | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__min_p
-    ) -> _WhichOneofReturnType__min_p | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__min_tokens
-    ) -> _WhichOneofReturnType__min_tokens | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__presence_penalty
-    ) -> _WhichOneofReturnType__presence_penalty | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__prompt_logprobs
-    ) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__regex
-    ) -> _WhichOneofReturnType__regex | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__regex) -> _WhichOneofReturnType__regex | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__repetition_penalty
-    ) -> _WhichOneofReturnType__repetition_penalty | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__seed
-    ) -> _WhichOneofReturnType__seed | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__skip_special_tokens
-    ) -> _WhichOneofReturnType__skip_special_tokens | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__temperature
-    ) -> _WhichOneofReturnType__temperature | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__top_k
-    ) -> _WhichOneofReturnType__top_k | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__top_p
-    ) -> _WhichOneofReturnType__top_p | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
@@ -748,429 +544,9 @@ class Speculation(_message.Message):
         schedule_knobs: _abc.Iterable[_builtins.str] | None = ...,
         sub_block_cache: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "_acceptance",
-        b"_acceptance",
-        "_allow_lossy",
-        b"_allow_lossy",
-        "_bandit",
-        b"_bandit",
-        "_beam_width",
-        b"_beam_width",
-        "_branching",
-        b"_branching",
-        "_corpus_bias",
-        b"_corpus_bias",
-        "_depth_decay",
-        b"_depth_decay",
-        "_draft_offset",
-        b"_draft_offset",
-        "_draft_per_match",
-        b"_draft_per_match",
-        "_draft_support",
-        b"_draft_support",
-        "_exit_layer",
-        b"_exit_layer",
-        "_exit_threshold",
-        b"_exit_threshold",
-        "_fallback_depth",
-        b"_fallback_depth",
-        "_judge_threshold",
-        b"_judge_threshold",
-        "_lattice_mass",
-        b"_lattice_mass",
-        "_lattice_width",
-        b"_lattice_width",
-        "_length",
-        b"_length",
-        "_length_max",
-        b"_length_max",
-        "_length_min",
-        b"_length_min",
-        "_max_layers",
-        b"_max_layers",
-        "_method",
-        b"_method",
-        "_min_layers",
-        b"_min_layers",
-        "_min_match",
-        b"_min_match",
-        "_min_score",
-        b"_min_score",
-        "_min_token_prob",
-        b"_min_token_prob",
-        "_ngram_max",
-        b"_ngram_max",
-        "_ngram_min",
-        b"_ngram_min",
-        "_ngram_size",
-        b"_ngram_size",
-        "_node_budget",
-        b"_node_budget",
-        "_num_speculative_tokens",
-        b"_num_speculative_tokens",
-        "_parallel_tokens",
-        b"_parallel_tokens",
-        "_pool_from_prompt",
-        b"_pool_from_prompt",
-        "_pool_guesses",
-        b"_pool_guesses",
-        "_proxy_weight",
-        b"_proxy_weight",
-        "_prune_threshold",
-        b"_prune_threshold",
-        "_relay_tokens",
-        b"_relay_tokens",
-        "_reward_blend",
-        b"_reward_blend",
-        "_search_iterations",
-        b"_search_iterations",
-        "_shape",
-        b"_shape",
-        "_speedup_ratio",
-        b"_speedup_ratio",
-        "_stage_tokens",
-        b"_stage_tokens",
-        "_stop_threshold",
-        b"_stop_threshold",
-        "_sub_block_cache",
-        b"_sub_block_cache",
-        "_template",
-        b"_template",
-        "_tolerance_beta",
-        b"_tolerance_beta",
-        "_tolerance_tau",
-        b"_tolerance_tau",
-        "_typical_delta",
-        b"_typical_delta",
-        "_typical_epsilon",
-        b"_typical_epsilon",
-        "_unit_threshold",
-        b"_unit_threshold",
-        "_use_tree",
-        b"_use_tree",
-        "_window_size",
-        b"_window_size",
-        "acceptance",
-        b"acceptance",
-        "allow_lossy",
-        b"allow_lossy",
-        "bandit",
-        b"bandit",
-        "beam_width",
-        b"beam_width",
-        "branching",
-        b"branching",
-        "corpus_bias",
-        b"corpus_bias",
-        "depth_decay",
-        b"depth_decay",
-        "draft_offset",
-        b"draft_offset",
-        "draft_per_match",
-        b"draft_per_match",
-        "draft_support",
-        b"draft_support",
-        "exit_layer",
-        b"exit_layer",
-        "exit_threshold",
-        b"exit_threshold",
-        "fallback_depth",
-        b"fallback_depth",
-        "judge_threshold",
-        b"judge_threshold",
-        "lattice_mass",
-        b"lattice_mass",
-        "lattice_width",
-        b"lattice_width",
-        "length",
-        b"length",
-        "length_max",
-        b"length_max",
-        "length_min",
-        b"length_min",
-        "max_layers",
-        b"max_layers",
-        "method",
-        b"method",
-        "min_layers",
-        b"min_layers",
-        "min_match",
-        b"min_match",
-        "min_score",
-        b"min_score",
-        "min_token_prob",
-        b"min_token_prob",
-        "ngram_max",
-        b"ngram_max",
-        "ngram_min",
-        b"ngram_min",
-        "ngram_size",
-        b"ngram_size",
-        "node_budget",
-        b"node_budget",
-        "num_speculative_tokens",
-        b"num_speculative_tokens",
-        "parallel_tokens",
-        b"parallel_tokens",
-        "pool_from_prompt",
-        b"pool_from_prompt",
-        "pool_guesses",
-        b"pool_guesses",
-        "proxy_weight",
-        b"proxy_weight",
-        "prune_threshold",
-        b"prune_threshold",
-        "relay_tokens",
-        b"relay_tokens",
-        "reward_blend",
-        b"reward_blend",
-        "search_iterations",
-        b"search_iterations",
-        "shape",
-        b"shape",
-        "speedup_ratio",
-        b"speedup_ratio",
-        "stage_tokens",
-        b"stage_tokens",
-        "stop_threshold",
-        b"stop_threshold",
-        "sub_block_cache",
-        b"sub_block_cache",
-        "template",
-        b"template",
-        "tolerance_beta",
-        b"tolerance_beta",
-        "tolerance_tau",
-        b"tolerance_tau",
-        "typical_delta",
-        b"typical_delta",
-        "typical_epsilon",
-        b"typical_epsilon",
-        "unit_threshold",
-        b"unit_threshold",
-        "use_tree",
-        b"use_tree",
-        "window_size",
-        b"window_size",
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance", "_allow_lossy", b"_allow_lossy", "_bandit", b"_bandit", "_beam_width", b"_beam_width", "_branching", b"_branching", "_corpus_bias", b"_corpus_bias", "_depth_decay", b"_depth_decay", "_draft_offset", b"_draft_offset", "_draft_per_match", b"_draft_per_match", "_draft_support", b"_draft_support", "_exit_layer", b"_exit_layer", "_exit_threshold", b"_exit_threshold", "_fallback_depth", b"_fallback_depth", "_judge_threshold", b"_judge_threshold", "_lattice_mass", b"_lattice_mass", "_lattice_width", b"_lattice_width", "_length", b"_length", "_length_max", b"_length_max", "_length_min", b"_length_min", "_max_layers", b"_max_layers", "_method", b"_method", "_min_layers", b"_min_layers", "_min_match", b"_min_match", "_min_score", b"_min_score", "_min_token_prob", b"_min_token_prob", "_ngram_max", b"_ngram_max", "_ngram_min", b"_ngram_min", "_ngram_size", b"_ngram_size", "_node_budget", b"_node_budget", "_num_speculative_tokens", b"_num_speculative_tokens", "_parallel_tokens", b"_parallel_tokens", "_pool_from_prompt", b"_pool_from_prompt", "_pool_guesses", b"_pool_guesses", "_proxy_weight", b"_proxy_weight", "_prune_threshold", b"_prune_threshold", "_relay_tokens", b"_relay_tokens", "_reward_blend", b"_reward_blend", "_search_iterations", b"_search_iterations", "_shape", b"_shape", "_speedup_ratio", b"_speedup_ratio", "_stage_tokens", b"_stage_tokens", "_stop_threshold", b"_stop_threshold", "_sub_block_cache", b"_sub_block_cache", "_template", b"_template", "_tolerance_beta", b"_tolerance_beta", "_tolerance_tau", b"_tolerance_tau", "_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "_unit_threshold", b"_unit_threshold", "_use_tree", b"_use_tree", "_window_size", b"_window_size", "acceptance", b"acceptance", "allow_lossy", b"allow_lossy", "bandit", b"bandit", "beam_width", b"beam_width", "branching", b"branching", "corpus_bias", b"corpus_bias", "depth_decay", b"depth_decay", "draft_offset", b"draft_offset", "draft_per_match", b"draft_per_match", "draft_support", b"draft_support", "exit_layer", b"exit_layer", "exit_threshold", b"exit_threshold", "fallback_depth", b"fallback_depth", "judge_threshold", b"judge_threshold", "lattice_mass", b"lattice_mass", "lattice_width", b"lattice_width", "length", b"length", "length_max", b"length_max", "length_min", b"length_min", "max_layers", b"max_layers", "method", b"method", "min_layers", b"min_layers", "min_match", b"min_match", "min_score", b"min_score", "min_token_prob", b"min_token_prob", "ngram_max", b"ngram_max", "ngram_min", b"ngram_min", "ngram_size", b"ngram_size", "node_budget", b"node_budget", "num_speculative_tokens", b"num_speculative_tokens", "parallel_tokens", b"parallel_tokens", "pool_from_prompt", b"pool_from_prompt", "pool_guesses", b"pool_guesses", "proxy_weight", b"proxy_weight", "prune_threshold", b"prune_threshold", "relay_tokens", b"relay_tokens", "reward_blend", b"reward_blend", "search_iterations", b"search_iterations", "shape", b"shape", "speedup_ratio", b"speedup_ratio", "stage_tokens", b"stage_tokens", "stop_threshold", b"stop_threshold", "sub_block_cache", b"sub_block_cache", "template", b"template", "tolerance_beta", b"tolerance_beta", "tolerance_tau", b"tolerance_tau", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon", "unit_threshold", b"unit_threshold", "use_tree", b"use_tree", "window_size", b"window_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "_acceptance",
-        b"_acceptance",
-        "_allow_lossy",
-        b"_allow_lossy",
-        "_bandit",
-        b"_bandit",
-        "_beam_width",
-        b"_beam_width",
-        "_branching",
-        b"_branching",
-        "_corpus_bias",
-        b"_corpus_bias",
-        "_depth_decay",
-        b"_depth_decay",
-        "_draft_offset",
-        b"_draft_offset",
-        "_draft_per_match",
-        b"_draft_per_match",
-        "_draft_support",
-        b"_draft_support",
-        "_exit_layer",
-        b"_exit_layer",
-        "_exit_threshold",
-        b"_exit_threshold",
-        "_fallback_depth",
-        b"_fallback_depth",
-        "_judge_threshold",
-        b"_judge_threshold",
-        "_lattice_mass",
-        b"_lattice_mass",
-        "_lattice_width",
-        b"_lattice_width",
-        "_length",
-        b"_length",
-        "_length_max",
-        b"_length_max",
-        "_length_min",
-        b"_length_min",
-        "_max_layers",
-        b"_max_layers",
-        "_method",
-        b"_method",
-        "_min_layers",
-        b"_min_layers",
-        "_min_match",
-        b"_min_match",
-        "_min_score",
-        b"_min_score",
-        "_min_token_prob",
-        b"_min_token_prob",
-        "_ngram_max",
-        b"_ngram_max",
-        "_ngram_min",
-        b"_ngram_min",
-        "_ngram_size",
-        b"_ngram_size",
-        "_node_budget",
-        b"_node_budget",
-        "_num_speculative_tokens",
-        b"_num_speculative_tokens",
-        "_parallel_tokens",
-        b"_parallel_tokens",
-        "_pool_from_prompt",
-        b"_pool_from_prompt",
-        "_pool_guesses",
-        b"_pool_guesses",
-        "_proxy_weight",
-        b"_proxy_weight",
-        "_prune_threshold",
-        b"_prune_threshold",
-        "_relay_tokens",
-        b"_relay_tokens",
-        "_reward_blend",
-        b"_reward_blend",
-        "_search_iterations",
-        b"_search_iterations",
-        "_shape",
-        b"_shape",
-        "_speedup_ratio",
-        b"_speedup_ratio",
-        "_stage_tokens",
-        b"_stage_tokens",
-        "_stop_threshold",
-        b"_stop_threshold",
-        "_sub_block_cache",
-        b"_sub_block_cache",
-        "_template",
-        b"_template",
-        "_tolerance_beta",
-        b"_tolerance_beta",
-        "_tolerance_tau",
-        b"_tolerance_tau",
-        "_typical_delta",
-        b"_typical_delta",
-        "_typical_epsilon",
-        b"_typical_epsilon",
-        "_unit_threshold",
-        b"_unit_threshold",
-        "_use_tree",
-        b"_use_tree",
-        "_window_size",
-        b"_window_size",
-        "acceptance",
-        b"acceptance",
-        "allow_lossy",
-        b"allow_lossy",
-        "bandit",
-        b"bandit",
-        "beam_width",
-        b"beam_width",
-        "branching",
-        b"branching",
-        "branching_vector",
-        b"branching_vector",
-        "corpus_bias",
-        b"corpus_bias",
-        "depth_decay",
-        b"depth_decay",
-        "draft_offset",
-        b"draft_offset",
-        "draft_per_match",
-        b"draft_per_match",
-        "draft_support",
-        b"draft_support",
-        "drafters",
-        b"drafters",
-        "exit_layer",
-        b"exit_layer",
-        "exit_layers",
-        b"exit_layers",
-        "exit_threshold",
-        b"exit_threshold",
-        "fallback_depth",
-        b"fallback_depth",
-        "judge_threshold",
-        b"judge_threshold",
-        "lattice_mass",
-        b"lattice_mass",
-        "lattice_width",
-        b"lattice_width",
-        "length",
-        b"length",
-        "length_max",
-        b"length_max",
-        "length_min",
-        b"length_min",
-        "max_layers",
-        b"max_layers",
-        "method",
-        b"method",
-        "min_layers",
-        b"min_layers",
-        "min_match",
-        b"min_match",
-        "min_score",
-        b"min_score",
-        "min_token_prob",
-        b"min_token_prob",
-        "ngram_max",
-        b"ngram_max",
-        "ngram_min",
-        b"ngram_min",
-        "ngram_size",
-        b"ngram_size",
-        "node_budget",
-        b"node_budget",
-        "num_speculative_tokens",
-        b"num_speculative_tokens",
-        "parallel_tokens",
-        b"parallel_tokens",
-        "pool_from_prompt",
-        b"pool_from_prompt",
-        "pool_guesses",
-        b"pool_guesses",
-        "proxy_weight",
-        b"proxy_weight",
-        "prune_threshold",
-        b"prune_threshold",
-        "rank_acceptance",
-        b"rank_acceptance",
-        "relay_tokens",
-        b"relay_tokens",
-        "reward_blend",
-        b"reward_blend",
-        "schedule_knobs",
-        b"schedule_knobs",
-        "search_iterations",
-        b"search_iterations",
-        "shape",
-        b"shape",
-        "speedup_ratio",
-        b"speedup_ratio",
-        "stage_tokens",
-        b"stage_tokens",
-        "stop_threshold",
-        b"stop_threshold",
-        "sub_block_cache",
-        b"sub_block_cache",
-        "template",
-        b"template",
-        "tolerance_beta",
-        b"tolerance_beta",
-        "tolerance_tau",
-        b"tolerance_tau",
-        "typical_delta",
-        b"typical_delta",
-        "typical_epsilon",
-        b"typical_epsilon",
-        "unit_threshold",
-        b"unit_threshold",
-        "use_tree",
-        b"use_tree",
-        "window_size",
-        b"window_size",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance", "_allow_lossy", b"_allow_lossy", "_bandit", b"_bandit", "_beam_width", b"_beam_width", "_branching", b"_branching", "_corpus_bias", b"_corpus_bias", "_depth_decay", b"_depth_decay", "_draft_offset", b"_draft_offset", "_draft_per_match", b"_draft_per_match", "_draft_support", b"_draft_support", "_exit_layer", b"_exit_layer", "_exit_threshold", b"_exit_threshold", "_fallback_depth", b"_fallback_depth", "_judge_threshold", b"_judge_threshold", "_lattice_mass", b"_lattice_mass", "_lattice_width", b"_lattice_width", "_length", b"_length", "_length_max", b"_length_max", "_length_min", b"_length_min", "_max_layers", b"_max_layers", "_method", b"_method", "_min_layers", b"_min_layers", "_min_match", b"_min_match", "_min_score", b"_min_score", "_min_token_prob", b"_min_token_prob", "_ngram_max", b"_ngram_max", "_ngram_min", b"_ngram_min", "_ngram_size", b"_ngram_size", "_node_budget", b"_node_budget", "_num_speculative_tokens", b"_num_speculative_tokens", "_parallel_tokens", b"_parallel_tokens", "_pool_from_prompt", b"_pool_from_prompt", "_pool_guesses", b"_pool_guesses", "_proxy_weight", b"_proxy_weight", "_prune_threshold", b"_prune_threshold", "_relay_tokens", b"_relay_tokens", "_reward_blend", b"_reward_blend", "_search_iterations", b"_search_iterations", "_shape", b"_shape", "_speedup_ratio", b"_speedup_ratio", "_stage_tokens", b"_stage_tokens", "_stop_threshold", b"_stop_threshold", "_sub_block_cache", b"_sub_block_cache", "_template", b"_template", "_tolerance_beta", b"_tolerance_beta", "_tolerance_tau", b"_tolerance_tau", "_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "_unit_threshold", b"_unit_threshold", "_use_tree", b"_use_tree", "_window_size", b"_window_size", "acceptance", b"acceptance", "allow_lossy", b"allow_lossy", "bandit", b"bandit", "beam_width", b"beam_width", "branching", b"branching", "branching_vector", b"branching_vector", "corpus_bias", b"corpus_bias", "depth_decay", b"depth_decay", "draft_offset", b"draft_offset", "draft_per_match", b"draft_per_match", "draft_support", b"draft_support", "drafters", b"drafters", "exit_layer", b"exit_layer", "exit_layers", b"exit_layers", "exit_threshold", b"exit_threshold", "fallback_depth", b"fallback_depth", "judge_threshold", b"judge_threshold", "lattice_mass", b"lattice_mass", "lattice_width", b"lattice_width", "length", b"length", "length_max", b"length_max", "length_min", b"length_min", "max_layers", b"max_layers", "method", b"method", "min_layers", b"min_layers", "min_match", b"min_match", "min_score", b"min_score", "min_token_prob", b"min_token_prob", "ngram_max", b"ngram_max", "ngram_min", b"ngram_min", "ngram_size", b"ngram_size", "node_budget", b"node_budget", "num_speculative_tokens", b"num_speculative_tokens", "parallel_tokens", b"parallel_tokens", "pool_from_prompt", b"pool_from_prompt", "pool_guesses", b"pool_guesses", "proxy_weight", b"proxy_weight", "prune_threshold", b"prune_threshold", "rank_acceptance", b"rank_acceptance", "relay_tokens", b"relay_tokens", "reward_blend", b"reward_blend", "schedule_knobs", b"schedule_knobs", "search_iterations", b"search_iterations", "shape", b"shape", "speedup_ratio", b"speedup_ratio", "stage_tokens", b"stage_tokens", "stop_threshold", b"stop_threshold", "sub_block_cache", b"sub_block_cache", "template", b"template", "tolerance_beta", b"tolerance_beta", "tolerance_tau", b"tolerance_tau", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon", "unit_threshold", b"unit_threshold", "use_tree", b"use_tree", "window_size", b"window_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance: _TypeAlias = _typing.Literal["acceptance"]  # noqa: Y015
     _WhichOneofArgType__acceptance: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance"]  # noqa: Y015
@@ -1187,39 +563,23 @@ class Speculation(_message.Message):
     _WhichOneofReturnType__depth_decay: _TypeAlias = _typing.Literal["depth_decay"]  # noqa: Y015
     _WhichOneofArgType__depth_decay: _TypeAlias = _typing.Literal["_depth_decay", b"_depth_decay"]  # noqa: Y015
     _WhichOneofReturnType__draft_offset: _TypeAlias = _typing.Literal["draft_offset"]  # noqa: Y015
-    _WhichOneofArgType__draft_offset: _TypeAlias = _typing.Literal[
-        "_draft_offset", b"_draft_offset"
-    ]  # noqa: Y015
+    _WhichOneofArgType__draft_offset: _TypeAlias = _typing.Literal["_draft_offset", b"_draft_offset"]  # noqa: Y015
     _WhichOneofReturnType__draft_per_match: _TypeAlias = _typing.Literal["draft_per_match"]  # noqa: Y015
-    _WhichOneofArgType__draft_per_match: _TypeAlias = _typing.Literal[
-        "_draft_per_match", b"_draft_per_match"
-    ]  # noqa: Y015
+    _WhichOneofArgType__draft_per_match: _TypeAlias = _typing.Literal["_draft_per_match", b"_draft_per_match"]  # noqa: Y015
     _WhichOneofReturnType__draft_support: _TypeAlias = _typing.Literal["draft_support"]  # noqa: Y015
-    _WhichOneofArgType__draft_support: _TypeAlias = _typing.Literal[
-        "_draft_support", b"_draft_support"
-    ]  # noqa: Y015
+    _WhichOneofArgType__draft_support: _TypeAlias = _typing.Literal["_draft_support", b"_draft_support"]  # noqa: Y015
     _WhichOneofReturnType__exit_layer: _TypeAlias = _typing.Literal["exit_layer"]  # noqa: Y015
     _WhichOneofArgType__exit_layer: _TypeAlias = _typing.Literal["_exit_layer", b"_exit_layer"]  # noqa: Y015
     _WhichOneofReturnType__exit_threshold: _TypeAlias = _typing.Literal["exit_threshold"]  # noqa: Y015
-    _WhichOneofArgType__exit_threshold: _TypeAlias = _typing.Literal[
-        "_exit_threshold", b"_exit_threshold"
-    ]  # noqa: Y015
+    _WhichOneofArgType__exit_threshold: _TypeAlias = _typing.Literal["_exit_threshold", b"_exit_threshold"]  # noqa: Y015
     _WhichOneofReturnType__fallback_depth: _TypeAlias = _typing.Literal["fallback_depth"]  # noqa: Y015
-    _WhichOneofArgType__fallback_depth: _TypeAlias = _typing.Literal[
-        "_fallback_depth", b"_fallback_depth"
-    ]  # noqa: Y015
+    _WhichOneofArgType__fallback_depth: _TypeAlias = _typing.Literal["_fallback_depth", b"_fallback_depth"]  # noqa: Y015
     _WhichOneofReturnType__judge_threshold: _TypeAlias = _typing.Literal["judge_threshold"]  # noqa: Y015
-    _WhichOneofArgType__judge_threshold: _TypeAlias = _typing.Literal[
-        "_judge_threshold", b"_judge_threshold"
-    ]  # noqa: Y015
+    _WhichOneofArgType__judge_threshold: _TypeAlias = _typing.Literal["_judge_threshold", b"_judge_threshold"]  # noqa: Y015
     _WhichOneofReturnType__lattice_mass: _TypeAlias = _typing.Literal["lattice_mass"]  # noqa: Y015
-    _WhichOneofArgType__lattice_mass: _TypeAlias = _typing.Literal[
-        "_lattice_mass", b"_lattice_mass"
-    ]  # noqa: Y015
+    _WhichOneofArgType__lattice_mass: _TypeAlias = _typing.Literal["_lattice_mass", b"_lattice_mass"]  # noqa: Y015
     _WhichOneofReturnType__lattice_width: _TypeAlias = _typing.Literal["lattice_width"]  # noqa: Y015
-    _WhichOneofArgType__lattice_width: _TypeAlias = _typing.Literal[
-        "_lattice_width", b"_lattice_width"
-    ]  # noqa: Y015
+    _WhichOneofArgType__lattice_width: _TypeAlias = _typing.Literal["_lattice_width", b"_lattice_width"]  # noqa: Y015
     _WhichOneofReturnType__length: _TypeAlias = _typing.Literal["length"]  # noqa: Y015
     _WhichOneofArgType__length: _TypeAlias = _typing.Literal["_length", b"_length"]  # noqa: Y015
     _WhichOneofReturnType__length_max: _TypeAlias = _typing.Literal["length_max"]  # noqa: Y015
@@ -1237,9 +597,7 @@ class Speculation(_message.Message):
     _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
     _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
     _WhichOneofReturnType__min_token_prob: _TypeAlias = _typing.Literal["min_token_prob"]  # noqa: Y015
-    _WhichOneofArgType__min_token_prob: _TypeAlias = _typing.Literal[
-        "_min_token_prob", b"_min_token_prob"
-    ]  # noqa: Y015
+    _WhichOneofArgType__min_token_prob: _TypeAlias = _typing.Literal["_min_token_prob", b"_min_token_prob"]  # noqa: Y015
     _WhichOneofReturnType__ngram_max: _TypeAlias = _typing.Literal["ngram_max"]  # noqa: Y015
     _WhichOneofArgType__ngram_max: _TypeAlias = _typing.Literal["_ngram_max", b"_ngram_max"]  # noqa: Y015
     _WhichOneofReturnType__ngram_min: _TypeAlias = _typing.Literal["ngram_min"]  # noqa: Y015
@@ -1248,292 +606,152 @@ class Speculation(_message.Message):
     _WhichOneofArgType__ngram_size: _TypeAlias = _typing.Literal["_ngram_size", b"_ngram_size"]  # noqa: Y015
     _WhichOneofReturnType__node_budget: _TypeAlias = _typing.Literal["node_budget"]  # noqa: Y015
     _WhichOneofArgType__node_budget: _TypeAlias = _typing.Literal["_node_budget", b"_node_budget"]  # noqa: Y015
-    _WhichOneofReturnType__num_speculative_tokens: _TypeAlias = _typing.Literal[
-        "num_speculative_tokens"
-    ]  # noqa: Y015
-    _WhichOneofArgType__num_speculative_tokens: _TypeAlias = _typing.Literal[
-        "_num_speculative_tokens", b"_num_speculative_tokens"
-    ]  # noqa: Y015
+    _WhichOneofReturnType__num_speculative_tokens: _TypeAlias = _typing.Literal["num_speculative_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_speculative_tokens: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens"]  # noqa: Y015
     _WhichOneofReturnType__parallel_tokens: _TypeAlias = _typing.Literal["parallel_tokens"]  # noqa: Y015
-    _WhichOneofArgType__parallel_tokens: _TypeAlias = _typing.Literal[
-        "_parallel_tokens", b"_parallel_tokens"
-    ]  # noqa: Y015
+    _WhichOneofArgType__parallel_tokens: _TypeAlias = _typing.Literal["_parallel_tokens", b"_parallel_tokens"]  # noqa: Y015
     _WhichOneofReturnType__pool_from_prompt: _TypeAlias = _typing.Literal["pool_from_prompt"]  # noqa: Y015
-    _WhichOneofArgType__pool_from_prompt: _TypeAlias = _typing.Literal[
-        "_pool_from_prompt", b"_pool_from_prompt"
-    ]  # noqa: Y015
+    _WhichOneofArgType__pool_from_prompt: _TypeAlias = _typing.Literal["_pool_from_prompt", b"_pool_from_prompt"]  # noqa: Y015
     _WhichOneofReturnType__pool_guesses: _TypeAlias = _typing.Literal["pool_guesses"]  # noqa: Y015
-    _WhichOneofArgType__pool_guesses: _TypeAlias = _typing.Literal[
-        "_pool_guesses", b"_pool_guesses"
-    ]  # noqa: Y015
+    _WhichOneofArgType__pool_guesses: _TypeAlias = _typing.Literal["_pool_guesses", b"_pool_guesses"]  # noqa: Y015
     _WhichOneofReturnType__proxy_weight: _TypeAlias = _typing.Literal["proxy_weight"]  # noqa: Y015
-    _WhichOneofArgType__proxy_weight: _TypeAlias = _typing.Literal[
-        "_proxy_weight", b"_proxy_weight"
-    ]  # noqa: Y015
+    _WhichOneofArgType__proxy_weight: _TypeAlias = _typing.Literal["_proxy_weight", b"_proxy_weight"]  # noqa: Y015
     _WhichOneofReturnType__prune_threshold: _TypeAlias = _typing.Literal["prune_threshold"]  # noqa: Y015
-    _WhichOneofArgType__prune_threshold: _TypeAlias = _typing.Literal[
-        "_prune_threshold", b"_prune_threshold"
-    ]  # noqa: Y015
+    _WhichOneofArgType__prune_threshold: _TypeAlias = _typing.Literal["_prune_threshold", b"_prune_threshold"]  # noqa: Y015
     _WhichOneofReturnType__relay_tokens: _TypeAlias = _typing.Literal["relay_tokens"]  # noqa: Y015
-    _WhichOneofArgType__relay_tokens: _TypeAlias = _typing.Literal[
-        "_relay_tokens", b"_relay_tokens"
-    ]  # noqa: Y015
+    _WhichOneofArgType__relay_tokens: _TypeAlias = _typing.Literal["_relay_tokens", b"_relay_tokens"]  # noqa: Y015
     _WhichOneofReturnType__reward_blend: _TypeAlias = _typing.Literal["reward_blend"]  # noqa: Y015
-    _WhichOneofArgType__reward_blend: _TypeAlias = _typing.Literal[
-        "_reward_blend", b"_reward_blend"
-    ]  # noqa: Y015
+    _WhichOneofArgType__reward_blend: _TypeAlias = _typing.Literal["_reward_blend", b"_reward_blend"]  # noqa: Y015
     _WhichOneofReturnType__search_iterations: _TypeAlias = _typing.Literal["search_iterations"]  # noqa: Y015
-    _WhichOneofArgType__search_iterations: _TypeAlias = _typing.Literal[
-        "_search_iterations", b"_search_iterations"
-    ]  # noqa: Y015
+    _WhichOneofArgType__search_iterations: _TypeAlias = _typing.Literal["_search_iterations", b"_search_iterations"]  # noqa: Y015
     _WhichOneofReturnType__shape: _TypeAlias = _typing.Literal["shape"]  # noqa: Y015
     _WhichOneofArgType__shape: _TypeAlias = _typing.Literal["_shape", b"_shape"]  # noqa: Y015
     _WhichOneofReturnType__speedup_ratio: _TypeAlias = _typing.Literal["speedup_ratio"]  # noqa: Y015
-    _WhichOneofArgType__speedup_ratio: _TypeAlias = _typing.Literal[
-        "_speedup_ratio", b"_speedup_ratio"
-    ]  # noqa: Y015
+    _WhichOneofArgType__speedup_ratio: _TypeAlias = _typing.Literal["_speedup_ratio", b"_speedup_ratio"]  # noqa: Y015
     _WhichOneofReturnType__stage_tokens: _TypeAlias = _typing.Literal["stage_tokens"]  # noqa: Y015
-    _WhichOneofArgType__stage_tokens: _TypeAlias = _typing.Literal[
-        "_stage_tokens", b"_stage_tokens"
-    ]  # noqa: Y015
+    _WhichOneofArgType__stage_tokens: _TypeAlias = _typing.Literal["_stage_tokens", b"_stage_tokens"]  # noqa: Y015
     _WhichOneofReturnType__stop_threshold: _TypeAlias = _typing.Literal["stop_threshold"]  # noqa: Y015
-    _WhichOneofArgType__stop_threshold: _TypeAlias = _typing.Literal[
-        "_stop_threshold", b"_stop_threshold"
-    ]  # noqa: Y015
+    _WhichOneofArgType__stop_threshold: _TypeAlias = _typing.Literal["_stop_threshold", b"_stop_threshold"]  # noqa: Y015
     _WhichOneofReturnType__sub_block_cache: _TypeAlias = _typing.Literal["sub_block_cache"]  # noqa: Y015
-    _WhichOneofArgType__sub_block_cache: _TypeAlias = _typing.Literal[
-        "_sub_block_cache", b"_sub_block_cache"
-    ]  # noqa: Y015
+    _WhichOneofArgType__sub_block_cache: _TypeAlias = _typing.Literal["_sub_block_cache", b"_sub_block_cache"]  # noqa: Y015
     _WhichOneofReturnType__template: _TypeAlias = _typing.Literal["template"]  # noqa: Y015
     _WhichOneofArgType__template: _TypeAlias = _typing.Literal["_template", b"_template"]  # noqa: Y015
     _WhichOneofReturnType__tolerance_beta: _TypeAlias = _typing.Literal["tolerance_beta"]  # noqa: Y015
-    _WhichOneofArgType__tolerance_beta: _TypeAlias = _typing.Literal[
-        "_tolerance_beta", b"_tolerance_beta"
-    ]  # noqa: Y015
+    _WhichOneofArgType__tolerance_beta: _TypeAlias = _typing.Literal["_tolerance_beta", b"_tolerance_beta"]  # noqa: Y015
     _WhichOneofReturnType__tolerance_tau: _TypeAlias = _typing.Literal["tolerance_tau"]  # noqa: Y015
-    _WhichOneofArgType__tolerance_tau: _TypeAlias = _typing.Literal[
-        "_tolerance_tau", b"_tolerance_tau"
-    ]  # noqa: Y015
+    _WhichOneofArgType__tolerance_tau: _TypeAlias = _typing.Literal["_tolerance_tau", b"_tolerance_tau"]  # noqa: Y015
     _WhichOneofReturnType__typical_delta: _TypeAlias = _typing.Literal["typical_delta"]  # noqa: Y015
-    _WhichOneofArgType__typical_delta: _TypeAlias = _typing.Literal[
-        "_typical_delta", b"_typical_delta"
-    ]  # noqa: Y015
+    _WhichOneofArgType__typical_delta: _TypeAlias = _typing.Literal["_typical_delta", b"_typical_delta"]  # noqa: Y015
     _WhichOneofReturnType__typical_epsilon: _TypeAlias = _typing.Literal["typical_epsilon"]  # noqa: Y015
-    _WhichOneofArgType__typical_epsilon: _TypeAlias = _typing.Literal[
-        "_typical_epsilon", b"_typical_epsilon"
-    ]  # noqa: Y015
+    _WhichOneofArgType__typical_epsilon: _TypeAlias = _typing.Literal["_typical_epsilon", b"_typical_epsilon"]  # noqa: Y015
     _WhichOneofReturnType__unit_threshold: _TypeAlias = _typing.Literal["unit_threshold"]  # noqa: Y015
-    _WhichOneofArgType__unit_threshold: _TypeAlias = _typing.Literal[
-        "_unit_threshold", b"_unit_threshold"
-    ]  # noqa: Y015
+    _WhichOneofArgType__unit_threshold: _TypeAlias = _typing.Literal["_unit_threshold", b"_unit_threshold"]  # noqa: Y015
     _WhichOneofReturnType__use_tree: _TypeAlias = _typing.Literal["use_tree"]  # noqa: Y015
     _WhichOneofArgType__use_tree: _TypeAlias = _typing.Literal["_use_tree", b"_use_tree"]  # noqa: Y015
     _WhichOneofReturnType__window_size: _TypeAlias = _typing.Literal["window_size"]  # noqa: Y015
     _WhichOneofArgType__window_size: _TypeAlias = _typing.Literal["_window_size", b"_window_size"]  # noqa: Y015
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__acceptance
-    ) -> _WhichOneofReturnType__acceptance | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__acceptance) -> _WhichOneofReturnType__acceptance | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__allow_lossy
-    ) -> _WhichOneofReturnType__allow_lossy | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__allow_lossy) -> _WhichOneofReturnType__allow_lossy | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__bandit
-    ) -> _WhichOneofReturnType__bandit | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bandit) -> _WhichOneofReturnType__bandit | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__beam_width
-    ) -> _WhichOneofReturnType__beam_width | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__beam_width) -> _WhichOneofReturnType__beam_width | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__branching
-    ) -> _WhichOneofReturnType__branching | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__branching) -> _WhichOneofReturnType__branching | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__corpus_bias
-    ) -> _WhichOneofReturnType__corpus_bias | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__corpus_bias) -> _WhichOneofReturnType__corpus_bias | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__depth_decay
-    ) -> _WhichOneofReturnType__depth_decay | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__depth_decay) -> _WhichOneofReturnType__depth_decay | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__draft_offset
-    ) -> _WhichOneofReturnType__draft_offset | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_offset) -> _WhichOneofReturnType__draft_offset | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__draft_per_match
-    ) -> _WhichOneofReturnType__draft_per_match | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_per_match) -> _WhichOneofReturnType__draft_per_match | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__draft_support
-    ) -> _WhichOneofReturnType__draft_support | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_support) -> _WhichOneofReturnType__draft_support | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__exit_layer
-    ) -> _WhichOneofReturnType__exit_layer | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exit_layer) -> _WhichOneofReturnType__exit_layer | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__exit_threshold
-    ) -> _WhichOneofReturnType__exit_threshold | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exit_threshold) -> _WhichOneofReturnType__exit_threshold | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__fallback_depth
-    ) -> _WhichOneofReturnType__fallback_depth | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fallback_depth) -> _WhichOneofReturnType__fallback_depth | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__judge_threshold
-    ) -> _WhichOneofReturnType__judge_threshold | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__judge_threshold) -> _WhichOneofReturnType__judge_threshold | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__lattice_mass
-    ) -> _WhichOneofReturnType__lattice_mass | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lattice_mass) -> _WhichOneofReturnType__lattice_mass | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__lattice_width
-    ) -> _WhichOneofReturnType__lattice_width | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lattice_width) -> _WhichOneofReturnType__lattice_width | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__length
-    ) -> _WhichOneofReturnType__length | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length) -> _WhichOneofReturnType__length | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__length_max
-    ) -> _WhichOneofReturnType__length_max | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_max) -> _WhichOneofReturnType__length_max | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__length_min
-    ) -> _WhichOneofReturnType__length_min | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_min) -> _WhichOneofReturnType__length_min | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__max_layers
-    ) -> _WhichOneofReturnType__max_layers | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_layers) -> _WhichOneofReturnType__max_layers | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__method
-    ) -> _WhichOneofReturnType__method | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__method) -> _WhichOneofReturnType__method | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__min_layers
-    ) -> _WhichOneofReturnType__min_layers | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_layers) -> _WhichOneofReturnType__min_layers | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__min_match
-    ) -> _WhichOneofReturnType__min_match | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_match) -> _WhichOneofReturnType__min_match | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__min_score
-    ) -> _WhichOneofReturnType__min_score | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__min_token_prob
-    ) -> _WhichOneofReturnType__min_token_prob | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_token_prob) -> _WhichOneofReturnType__min_token_prob | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__ngram_max
-    ) -> _WhichOneofReturnType__ngram_max | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ngram_max) -> _WhichOneofReturnType__ngram_max | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__ngram_min
-    ) -> _WhichOneofReturnType__ngram_min | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ngram_min) -> _WhichOneofReturnType__ngram_min | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__ngram_size
-    ) -> _WhichOneofReturnType__ngram_size | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ngram_size) -> _WhichOneofReturnType__ngram_size | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__node_budget
-    ) -> _WhichOneofReturnType__node_budget | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__node_budget) -> _WhichOneofReturnType__node_budget | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__num_speculative_tokens
-    ) -> _WhichOneofReturnType__num_speculative_tokens | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_speculative_tokens) -> _WhichOneofReturnType__num_speculative_tokens | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__parallel_tokens
-    ) -> _WhichOneofReturnType__parallel_tokens | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tokens) -> _WhichOneofReturnType__parallel_tokens | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__pool_from_prompt
-    ) -> _WhichOneofReturnType__pool_from_prompt | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pool_from_prompt) -> _WhichOneofReturnType__pool_from_prompt | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__pool_guesses
-    ) -> _WhichOneofReturnType__pool_guesses | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pool_guesses) -> _WhichOneofReturnType__pool_guesses | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__proxy_weight
-    ) -> _WhichOneofReturnType__proxy_weight | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__proxy_weight) -> _WhichOneofReturnType__proxy_weight | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__prune_threshold
-    ) -> _WhichOneofReturnType__prune_threshold | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prune_threshold) -> _WhichOneofReturnType__prune_threshold | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__relay_tokens
-    ) -> _WhichOneofReturnType__relay_tokens | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__relay_tokens) -> _WhichOneofReturnType__relay_tokens | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__reward_blend
-    ) -> _WhichOneofReturnType__reward_blend | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward_blend) -> _WhichOneofReturnType__reward_blend | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__search_iterations
-    ) -> _WhichOneofReturnType__search_iterations | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__search_iterations) -> _WhichOneofReturnType__search_iterations | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__shape
-    ) -> _WhichOneofReturnType__shape | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shape) -> _WhichOneofReturnType__shape | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__speedup_ratio
-    ) -> _WhichOneofReturnType__speedup_ratio | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__speedup_ratio) -> _WhichOneofReturnType__speedup_ratio | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__stage_tokens
-    ) -> _WhichOneofReturnType__stage_tokens | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stage_tokens) -> _WhichOneofReturnType__stage_tokens | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__stop_threshold
-    ) -> _WhichOneofReturnType__stop_threshold | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_threshold) -> _WhichOneofReturnType__stop_threshold | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__sub_block_cache
-    ) -> _WhichOneofReturnType__sub_block_cache | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sub_block_cache) -> _WhichOneofReturnType__sub_block_cache | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__template
-    ) -> _WhichOneofReturnType__template | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__template) -> _WhichOneofReturnType__template | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__tolerance_beta
-    ) -> _WhichOneofReturnType__tolerance_beta | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tolerance_beta) -> _WhichOneofReturnType__tolerance_beta | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__tolerance_tau
-    ) -> _WhichOneofReturnType__tolerance_tau | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tolerance_tau) -> _WhichOneofReturnType__tolerance_tau | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__typical_delta
-    ) -> _WhichOneofReturnType__typical_delta | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__typical_delta) -> _WhichOneofReturnType__typical_delta | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__typical_epsilon
-    ) -> _WhichOneofReturnType__typical_epsilon | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__typical_epsilon) -> _WhichOneofReturnType__typical_epsilon | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__unit_threshold
-    ) -> _WhichOneofReturnType__unit_threshold | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__unit_threshold) -> _WhichOneofReturnType__unit_threshold | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__use_tree
-    ) -> _WhichOneofReturnType__use_tree | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__use_tree) -> _WhichOneofReturnType__use_tree | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__window_size
-    ) -> _WhichOneofReturnType__window_size | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__window_size) -> _WhichOneofReturnType__window_size | None: ...
 
 Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
@@ -1569,9 +787,7 @@ class DraftProbs(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "offsets", b"offsets", "probs", b"probs", "token_ids", b"token_ids"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets", b"offsets", "probs", b"probs", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1609,9 +825,7 @@ class Draft(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["probs", b"probs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "parent_indices", b"parent_indices", "probs", b"probs", "token_ids", b"token_ids"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parent_indices", b"parent_indices", "probs", b"probs", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1652,9 +866,7 @@ class StatesLayout(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "encoding", b"encoding", "hidden_size", b"hidden_size", "layers", b"layers", "need", b"need"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoding", b"encoding", "hidden_size", b"hidden_size", "layers", b"layers", "need", b"need"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1691,16 +903,7 @@ class States(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "first_position",
-        b"first_position",
-        "layout",
-        b"layout",
-        "num_positions",
-        b"num_positions",
-        "rows",
-        b"rows",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "layout", b"layout", "num_positions", b"num_positions", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1804,56 +1007,12 @@ class Statistics(_message.Message):
         num_prefill_forwards: _builtins.int = ...,
         states_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "_first_token_seconds",
-        b"_first_token_seconds",
-        "first_token_seconds",
-        b"first_token_seconds",
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds", "first_token_seconds", b"first_token_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "_first_token_seconds",
-        b"_first_token_seconds",
-        "accepted_by_depth",
-        b"accepted_by_depth",
-        "draft_seconds",
-        b"draft_seconds",
-        "drafted_by_depth",
-        b"drafted_by_depth",
-        "drafter_failures",
-        b"drafter_failures",
-        "drafter_lost",
-        b"drafter_lost",
-        "first_token_seconds",
-        b"first_token_seconds",
-        "num_accepted",
-        b"num_accepted",
-        "num_draft_nodes",
-        b"num_draft_nodes",
-        "num_drafted",
-        b"num_drafted",
-        "num_prefill_forwards",
-        b"num_prefill_forwards",
-        "num_rounds",
-        b"num_rounds",
-        "num_target_forwards",
-        b"num_target_forwards",
-        "num_tokens",
-        b"num_tokens",
-        "states_bytes",
-        b"states_bytes",
-        "total_seconds",
-        b"total_seconds",
-        "verify_seconds",
-        b"verify_seconds",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds", "accepted_by_depth", b"accepted_by_depth", "draft_seconds", b"draft_seconds", "drafted_by_depth", b"drafted_by_depth", "drafter_failures", b"drafter_failures", "drafter_lost", b"drafter_lost", "first_token_seconds", b"first_token_seconds", "num_accepted", b"num_accepted", "num_draft_nodes", b"num_draft_nodes", "num_drafted", b"num_drafted", "num_prefill_forwards", b"num_prefill_forwards", "num_rounds", b"num_rounds", "num_target_forwards", b"num_target_forwards", "num_tokens", b"num_tokens", "states_bytes", b"states_bytes", "total_seconds", b"total_seconds", "verify_seconds", b"verify_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token_seconds: _TypeAlias = _typing.Literal["first_token_seconds"]  # noqa: Y015
-    _WhichOneofArgType__first_token_seconds: _TypeAlias = _typing.Literal[
-        "_first_token_seconds", b"_first_token_seconds"
-    ]  # noqa: Y015
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__first_token_seconds
-    ) -> _WhichOneofReturnType__first_token_seconds | None: ...
+    _WhichOneofArgType__first_token_seconds: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_seconds) -> _WhichOneofReturnType__first_token_seconds | None: ...
 
 Global___Statistics: _TypeAlias = Statistics  # noqa: Y015

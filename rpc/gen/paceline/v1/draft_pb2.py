@@ -4,15 +4,18 @@
 # source: paceline/v1/draft.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "paceline/v1/draft.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'paceline/v1/draft.proto'
 )
 # @@protoc_insertion_point(imports)
 
@@ -23,35 +26,33 @@ from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from paceline.rpc.gen.paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x17paceline/v1/draft.proto\x12\x0bpaceline.v1\x1a\x17google/rpc/status.proto\x1a\x18paceline/v1/common.proto"[\n\x0cProposeFrame\x12\r\n\x05round\x18\x01 \x01(\x04\x12\'\n\x05items\x18\x02 \x03(\x0b\x32\x18.paceline.v1.ProposeItem\x12\x13\n\x0bwants_ahead\x18\x03 \x01(\x08"\xdd\x01\n\x0bProposeItem\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12$\n\x04open\x18\x02 \x01(\x0b\x32\x16.paceline.v1.OpenDraft\x12\x13\n\x0b\x62\x61se_length\x18\x03 \x01(\r\x12\x15\n\rnew_token_ids\x18\x04 \x03(\x05\x12\x11\n\tmax_depth\x18\x05 \x01(\r\x12\x11\n\tmax_nodes\x18\x06 \x01(\r\x12\r\n\x05\x63lose\x18\x07 \x01(\x08\x12\x0e\n\x06shadow\x18\x08 \x01(\x08\x12#\n\x06states\x18\t \x01(\x0b\x32\x13.paceline.v1.States"\x92\x01\n\tOpenDraft\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12-\n\x0bspeculation\x18\x02 \x01(\x0b\x32\x18.paceline.v1.Speculation\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12\x12\n\nprediction\x18\x04 \x03(\x05"\xc6\x01\n\x0cProposeReply\x12\r\n\x05round\x18\x01 \x01(\x04\x12+\n\x07results\x18\x02 \x03(\x0b\x32\x1a.paceline.v1.ProposeResult\x12\x13\n\x0b\x64rafter_pid\x18\x03 \x01(\r\x12\x15\n\rdraft_seconds\x18\x04 \x01(\x02\x12\r\n\x05\x61head\x18\x05 \x01(\x08\x12\x14\n\x0cnum_sessions\x18\x06 \x01(\r\x12)\n\x06states\x18\x07 \x01(\x0b\x32\x19.paceline.v1.StatesLayout"c\n\rProposeResult\x12#\n\x05\x64raft\x18\x01 \x01(\x0b\x32\x12.paceline.v1.DraftH\x00\x12#\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x08\n\x06result"\x83\x01\n\x10OpenDraftRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12-\n\x08sampling\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12-\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x18.paceline.v1.Speculation"r\n\x0fOpenDraftResult\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x18\n\x10\x63ommitted_length\x18\x02 \x01(\r\x12\x1c\n\x14idle_timeout_seconds\x18\x03 \x01(\x01\x12\x13\n\x0b\x64rafter_pid\x18\x04 \x01(\r")\n\rObserveResult\x12\x18\n\x10\x63ommitted_length\x18\x01 \x01(\r"\'\n\x11\x43loseDraftRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t"\x12\n\x10\x43loseDraftResult2\xdd\x02\n\x0c\x44raftService\x12\x43\n\x07Propose\x12\x19.paceline.v1.ProposeFrame\x1a\x19.paceline.v1.ProposeReply(\x01\x30\x01\x12\x43\n\x04Open\x12\x1d.paceline.v1.OpenDraftRequest\x1a\x1c.paceline.v1.OpenDraftResult\x12:\n\nProposeOne\x12\x18.paceline.v1.ProposeItem\x1a\x12.paceline.v1.Draft\x12?\n\x07Observe\x12\x18.paceline.v1.ProposeItem\x1a\x1a.paceline.v1.ObserveResult\x12\x46\n\x05\x43lose\x12\x1e.paceline.v1.CloseDraftRequest\x1a\x1d.paceline.v1.CloseDraftResultb\x06proto3'
-)
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/draft.proto\x12\x0bpaceline.v1\x1a\x17google/rpc/status.proto\x1a\x18paceline/v1/common.proto\"[\n\x0cProposeFrame\x12\r\n\x05round\x18\x01 \x01(\x04\x12\'\n\x05items\x18\x02 \x03(\x0b\x32\x18.paceline.v1.ProposeItem\x12\x13\n\x0bwants_ahead\x18\x03 \x01(\x08\"\xdd\x01\n\x0bProposeItem\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12$\n\x04open\x18\x02 \x01(\x0b\x32\x16.paceline.v1.OpenDraft\x12\x13\n\x0b\x62\x61se_length\x18\x03 \x01(\r\x12\x15\n\rnew_token_ids\x18\x04 \x03(\x05\x12\x11\n\tmax_depth\x18\x05 \x01(\r\x12\x11\n\tmax_nodes\x18\x06 \x01(\r\x12\r\n\x05\x63lose\x18\x07 \x01(\x08\x12\x0e\n\x06shadow\x18\x08 \x01(\x08\x12#\n\x06states\x18\t \x01(\x0b\x32\x13.paceline.v1.States\"\x92\x01\n\tOpenDraft\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12-\n\x0bspeculation\x18\x02 \x01(\x0b\x32\x18.paceline.v1.Speculation\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12\x12\n\nprediction\x18\x04 \x03(\x05\"\xc6\x01\n\x0cProposeReply\x12\r\n\x05round\x18\x01 \x01(\x04\x12+\n\x07results\x18\x02 \x03(\x0b\x32\x1a.paceline.v1.ProposeResult\x12\x13\n\x0b\x64rafter_pid\x18\x03 \x01(\r\x12\x15\n\rdraft_seconds\x18\x04 \x01(\x02\x12\r\n\x05\x61head\x18\x05 \x01(\x08\x12\x14\n\x0cnum_sessions\x18\x06 \x01(\r\x12)\n\x06states\x18\x07 \x01(\x0b\x32\x19.paceline.v1.StatesLayout\"c\n\rProposeResult\x12#\n\x05\x64raft\x18\x01 \x01(\x0b\x32\x12.paceline.v1.DraftH\x00\x12#\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x08\n\x06result\"\x83\x01\n\x10OpenDraftRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12-\n\x08sampling\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12-\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x18.paceline.v1.Speculation\"r\n\x0fOpenDraftResult\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x18\n\x10\x63ommitted_length\x18\x02 \x01(\r\x12\x1c\n\x14idle_timeout_seconds\x18\x03 \x01(\x01\x12\x13\n\x0b\x64rafter_pid\x18\x04 \x01(\r\")\n\rObserveResult\x12\x18\n\x10\x63ommitted_length\x18\x01 \x01(\r\"\'\n\x11\x43loseDraftRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x12\n\x10\x43loseDraftResult2\xdd\x02\n\x0c\x44raftService\x12\x43\n\x07Propose\x12\x19.paceline.v1.ProposeFrame\x1a\x19.paceline.v1.ProposeReply(\x01\x30\x01\x12\x43\n\x04Open\x12\x1d.paceline.v1.OpenDraftRequest\x1a\x1c.paceline.v1.OpenDraftResult\x12:\n\nProposeOne\x12\x18.paceline.v1.ProposeItem\x1a\x12.paceline.v1.Draft\x12?\n\x07Observe\x12\x18.paceline.v1.ProposeItem\x1a\x1a.paceline.v1.ObserveResult\x12\x46\n\x05\x43lose\x12\x1e.paceline.v1.CloseDraftRequest\x1a\x1d.paceline.v1.CloseDraftResultb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "paceline.v1.draft_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.draft_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_PROPOSEFRAME"]._serialized_start = 91
-    _globals["_PROPOSEFRAME"]._serialized_end = 182
-    _globals["_PROPOSEITEM"]._serialized_start = 185
-    _globals["_PROPOSEITEM"]._serialized_end = 406
-    _globals["_OPENDRAFT"]._serialized_start = 409
-    _globals["_OPENDRAFT"]._serialized_end = 555
-    _globals["_PROPOSEREPLY"]._serialized_start = 558
-    _globals["_PROPOSEREPLY"]._serialized_end = 756
-    _globals["_PROPOSERESULT"]._serialized_start = 758
-    _globals["_PROPOSERESULT"]._serialized_end = 857
-    _globals["_OPENDRAFTREQUEST"]._serialized_start = 860
-    _globals["_OPENDRAFTREQUEST"]._serialized_end = 991
-    _globals["_OPENDRAFTRESULT"]._serialized_start = 993
-    _globals["_OPENDRAFTRESULT"]._serialized_end = 1107
-    _globals["_OBSERVERESULT"]._serialized_start = 1109
-    _globals["_OBSERVERESULT"]._serialized_end = 1150
-    _globals["_CLOSEDRAFTREQUEST"]._serialized_start = 1152
-    _globals["_CLOSEDRAFTREQUEST"]._serialized_end = 1191
-    _globals["_CLOSEDRAFTRESULT"]._serialized_start = 1193
-    _globals["_CLOSEDRAFTRESULT"]._serialized_end = 1211
-    _globals["_DRAFTSERVICE"]._serialized_start = 1214
-    _globals["_DRAFTSERVICE"]._serialized_end = 1563
+  DESCRIPTOR._loaded_options = None
+  _globals['_PROPOSEFRAME']._serialized_start=91
+  _globals['_PROPOSEFRAME']._serialized_end=182
+  _globals['_PROPOSEITEM']._serialized_start=185
+  _globals['_PROPOSEITEM']._serialized_end=406
+  _globals['_OPENDRAFT']._serialized_start=409
+  _globals['_OPENDRAFT']._serialized_end=555
+  _globals['_PROPOSEREPLY']._serialized_start=558
+  _globals['_PROPOSEREPLY']._serialized_end=756
+  _globals['_PROPOSERESULT']._serialized_start=758
+  _globals['_PROPOSERESULT']._serialized_end=857
+  _globals['_OPENDRAFTREQUEST']._serialized_start=860
+  _globals['_OPENDRAFTREQUEST']._serialized_end=991
+  _globals['_OPENDRAFTRESULT']._serialized_start=993
+  _globals['_OPENDRAFTRESULT']._serialized_end=1107
+  _globals['_OBSERVERESULT']._serialized_start=1109
+  _globals['_OBSERVERESULT']._serialized_end=1150
+  _globals['_CLOSEDRAFTREQUEST']._serialized_start=1152
+  _globals['_CLOSEDRAFTREQUEST']._serialized_end=1191
+  _globals['_CLOSEDRAFTRESULT']._serialized_start=1193
+  _globals['_CLOSEDRAFTRESULT']._serialized_end=1211
+  _globals['_DRAFTSERVICE']._serialized_start=1214
+  _globals['_DRAFTSERVICE']._serialized_end=1563
 # @@protoc_insertion_point(module_scope)

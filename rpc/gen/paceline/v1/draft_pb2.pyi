@@ -44,9 +44,7 @@ class ProposeFrame(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "items", b"items", "round", b"round", "wants_ahead", b"wants_ahead"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "round", b"round", "wants_ahead", b"wants_ahead"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -111,26 +109,7 @@ class ProposeItem(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["open", b"open", "states", b"states"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "base_length",
-        b"base_length",
-        "close",
-        b"close",
-        "max_depth",
-        b"max_depth",
-        "max_nodes",
-        b"max_nodes",
-        "new_token_ids",
-        b"new_token_ids",
-        "open",
-        b"open",
-        "session_id",
-        b"session_id",
-        "shadow",
-        b"shadow",
-        "states",
-        b"states",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "close", b"close", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "new_token_ids", b"new_token_ids", "open", b"open", "session_id", b"session_id", "shadow", b"shadow", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -164,20 +143,9 @@ class OpenDraft(_message.Message):
         traceparent: _builtins.str = ...,
         prediction: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "sampling", b"sampling", "speculation", b"speculation"
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "prediction",
-        b"prediction",
-        "sampling",
-        b"sampling",
-        "speculation",
-        b"speculation",
-        "traceparent",
-        b"traceparent",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prediction", b"prediction", "sampling", b"sampling", "speculation", b"speculation", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -229,22 +197,7 @@ class ProposeReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["states", b"states"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "ahead",
-        b"ahead",
-        "draft_seconds",
-        b"draft_seconds",
-        "drafter_pid",
-        b"drafter_pid",
-        "num_sessions",
-        b"num_sessions",
-        "results",
-        b"results",
-        "round",
-        b"round",
-        "states",
-        b"states",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "draft_seconds", b"draft_seconds", "drafter_pid", b"drafter_pid", "num_sessions", b"num_sessions", "results", b"results", "round", b"round", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -270,19 +223,13 @@ class ProposeResult(_message.Message):
         draft: _common_pb2.Draft | None = ...,
         error: _status_pb2.Status | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "draft", b"draft", "error", b"error", "result", b"result"
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "error", b"error", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "draft", b"draft", "error", b"error", "result", b"result"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "error", b"error", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["draft", "error"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType_result
-    ) -> _WhichOneofReturnType_result | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
 Global___ProposeResult: _TypeAlias = ProposeResult  # noqa: Y015
 
@@ -308,13 +255,9 @@ class OpenDraftRequest(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         speculation: _common_pb2.Speculation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "sampling", b"sampling", "speculation", b"speculation"
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "sampling", b"sampling", "speculation", b"speculation", "token_ids", b"token_ids"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "speculation", b"speculation", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -345,16 +288,7 @@ class OpenDraftResult(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "committed_length",
-        b"committed_length",
-        "drafter_pid",
-        b"drafter_pid",
-        "idle_timeout_seconds",
-        b"idle_timeout_seconds",
-        "session_id",
-        b"session_id",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_length", b"committed_length", "drafter_pid", b"drafter_pid", "idle_timeout_seconds", b"idle_timeout_seconds", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,6 +20,7 @@ else:
 _T = _typing.TypeVar("_T")
 
 class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+
 class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
@@ -95,9 +96,7 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request_iterator: _MaybeAsyncIterator[_draft_pb2.ProposeFrame],
         context: _ServicerContext,
-    ) -> _typing.Union[
-        _abc.Iterator[_draft_pb2.ProposeReply], _abc.AsyncIterator[_draft_pb2.ProposeReply]
-    ]:
+    ) -> _typing.Union[_abc.Iterator[_draft_pb2.ProposeReply], _abc.AsyncIterator[_draft_pb2.ProposeReply]]:
         """One stream for a target, one frame for all sessions of an engine step. Answers come in the
         order of the frames. The committed tokens in the next frame tell what became of a draft. All
         sessions of a stream end with the stream.
@@ -141,6 +140,4 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_draft_pb2.CloseDraftResult, _abc.Awaitable[_draft_pb2.CloseDraftResult]]:
         """Closing a session that is gone is not an error."""
 
-def add_DraftServiceServicer_to_server(
-    servicer: DraftServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]
-) -> None: ...
+def add_DraftServiceServicer_to_server(servicer: DraftServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

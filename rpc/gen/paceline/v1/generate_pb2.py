@@ -4,15 +4,18 @@
 # source: paceline/v1/generate.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "paceline/v1/generate.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'paceline/v1/generate.proto'
 )
 # @@protoc_insertion_point(imports)
 
@@ -22,49 +25,47 @@ _sym_db = _symbol_database.Default()
 from paceline.rpc.gen.paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1apaceline/v1/generate.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto"\xbe\x04\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12-\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x18.paceline.v1.Speculation\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\x19\n\x0fprediction_text\x18\x06 \x01(\tH\x01\x12\x35\n\x14prediction_token_ids\x18\x07 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x01\x12\x14\n\x0creturn_draft\x18\x08 \x01(\x08\x12\x1b\n\x13\x63ommitted_token_ids\x18\t \x03(\x05\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\t\x12\x19\n\x11numerics_mismatch\x18\x0b \x01(\t\x12\x1f\n\x17return_prompt_token_ids\x18\x0c \x01(\x08\x12\x1a\n\x12return_explanation\x18\r \x01(\x08\x12,\n\rcontinuations\x18\x0e \x03(\x0b\x32\x15.paceline.v1.TokenIds\x12\x10\n\x08priority\x18\x10 \x01(\x11\x12\x0f\n\x07\x61\x64\x61pter\x18\x0f \x01(\tB\x08\n\x06promptB\x0c\n\npredictionB\x15\n\x13_add_special_tokens"\xb3\x05\n\rGenerateReply\x12\r\n\x05round\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12,\n\x08logprobs\x18\r \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12&\n\x05\x64raft\x18\x0e \x01(\x0b\x32\x17.paceline.v1.RoundDraft\x12\x13\n\x0b\x66ingerprint\x18\x0f \x01(\t\x12\x18\n\x10numerics_changed\x18\x10 \x01(\x08\x12\x15\n\rprompt_length\x18\n \x01(\r\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12+\n\nstatistics\x18\x06 \x01(\x0b\x32\x17.paceline.v1.Statistics\x12\x12\n\ntarget_pid\x18\x07 \x01(\r\x12\x13\n\x0b\x64rafter_pid\x18\x08 \x01(\r\x12\x17\n\x0f\x64rafter_address\x18\t \x01(\t\x12\x19\n\x11prediction_length\x18\x0b \x01(\r\x12\x15\n\rnum_predicted\x18\x0c \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x11 \x03(\x05\x12\x33\n\x0fprompt_logprobs\x18\x12 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12\x15\n\x0bstop_string\x18\x13 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x14 \x01(\x05H\x00\x12\x35\n\rcontinuations\x18\x16 \x03(\x0b\x32\x1e.paceline.v1.ContinuationReply\x12\x15\n\rnum_positions\x18\x17 \x01(\r\x12-\n\x0b\x65xplanation\x18\x15 \x01(\x0b\x32\x18.paceline.v1.ExplanationB\x0c\n\nstop_cause"M\n\x11\x43ontinuationReply\x12\r\n\x05index\x18\x01 \x01(\r\x12)\n\x05reply\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.GenerateReply"\xe1\x01\n\x0b\x45xplanation\x12\x10\n\x08workload\x18\x01 \x01(\t\x12\x0c\n\x04last\x18\x02 \x01(\t\x12\x11\n\tar_rounds\x18\x03 \x01(\r\x12\x13\n\x0b\x61r_round_ms\x18\x04 \x01(\x01\x12\x38\n\x08\x64rafters\x18\x05 \x03(\x0b\x32&.paceline.v1.Explanation.DraftersEntry\x1aP\n\rDraftersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12.\n\x05value\x18\x02 \x01(\x0b\x32\x1f.paceline.v1.DrafterExplanation:\x02\x38\x01"n\n\x12\x44rafterExplanation\x12\x0e\n\x06rounds\x18\x01 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\x12\x12\n\nacceptance\x18\x03 \x03(\x01\x12"\n\x1apromised_tokens_per_second\x18\x04 \x01(\x01"\x8a\x01\n\nRoundDraft\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x16\n\x0eparent_indices\x18\x02 \x03(\x05\x12\x18\n\x10\x61\x63\x63\x65pted_indices\x18\x03 \x03(\x05\x12\r\n\x05texts\x18\x04 \x03(\t\x12\x17\n\x0f\x63ommitted_texts\x18\x05 \x03(\t\x12\x0f\n\x07seconds\x18\x06 \x01(\x01"\x85\x01\n\rTokenLogprobs\x12\x14\n\x07logprob\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12$\n\x03top\x18\x03 \x03(\x0b\x32\x17.paceline.v1.TopLogprob\x12\x10\n\x08token_id\x18\x04 \x01(\x05\x12\x0c\n\x04rank\x18\x05 \x01(\rB\n\n\x08_logprob"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0c\n\x04text\x18\x03 \x01(\x0c"m\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x14\n\x0creturn_texts\x18\x03 \x01(\x08\x42\x15\n\x13_add_special_tokens"*\n\x06Tokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\r\n\x05texts\x18\x02 \x03(\x0c"`\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens"\x14\n\x04Text\x12\x0c\n\x04text\x18\x01 \x01(\t"\x11\n\x0fGetModelRequest"\xdc\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x17\n\x0f\x62\x61tch_invariant\x18\x05 \x01(\x08\x12\x15\n\rhas_tokenizer\x18\x06 \x01(\x08\x12\x15\n\reos_token_ids\x18\x07 \x03(\x05\x12\x0f\n\x07methods\x18\x08 \x03(\t\x12#\n\x06limits\x18\t \x01(\x0b\x32\x13.paceline.v1.Limits\x12\x16\n\x0e\x64\x65\x66\x61ult_method\x18\n \x01(\t\x12\x15\n\rchat_template\x18\x0b \x01(\t\x12\x11\n\tbos_token\x18\x0c \x01(\t\x12\x11\n\teos_token\x18\r \x01(\t\x12\x11\n\ttokenizer\x18\x0e \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x0f \x01(\t\x12\x10\n\x08\x61\x64\x61pters\x18\x10 \x03(\t"\x89\x01\n\x06Limits\x12\x14\n\x0cmax_sessions\x18\x01 \x01(\r\x12\x13\n\x0bmax_waiting\x18\x02 \x01(\r\x12\x13\n\x0bkv_capacity\x18\x03 \x01(\r\x12\x11\n\tmax_depth\x18\x04 \x01(\r\x12\x11\n\tmax_nodes\x18\x05 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x06 \x01(\r2\x97\x02\n\x0fGenerateService\x12\x46\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1a.paceline.v1.GenerateReply0\x01\x12<\n\x08GetModel\x12\x1c.paceline.v1.GetModelRequest\x1a\x12.paceline.v1.Model\x12=\n\x08Tokenize\x12\x1c.paceline.v1.TokenizeRequest\x1a\x13.paceline.v1.Tokens\x12?\n\nDetokenize\x12\x1e.paceline.v1.DetokenizeRequest\x1a\x11.paceline.v1.Textb\x06proto3'
-)
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/v1/generate.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\xbe\x04\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12-\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x18.paceline.v1.Speculation\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\x19\n\x0fprediction_text\x18\x06 \x01(\tH\x01\x12\x35\n\x14prediction_token_ids\x18\x07 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x01\x12\x14\n\x0creturn_draft\x18\x08 \x01(\x08\x12\x1b\n\x13\x63ommitted_token_ids\x18\t \x03(\x05\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\t\x12\x19\n\x11numerics_mismatch\x18\x0b \x01(\t\x12\x1f\n\x17return_prompt_token_ids\x18\x0c \x01(\x08\x12\x1a\n\x12return_explanation\x18\r \x01(\x08\x12,\n\rcontinuations\x18\x0e \x03(\x0b\x32\x15.paceline.v1.TokenIds\x12\x10\n\x08priority\x18\x10 \x01(\x11\x12\x0f\n\x07\x61\x64\x61pter\x18\x0f \x01(\tB\x08\n\x06promptB\x0c\n\npredictionB\x15\n\x13_add_special_tokens\"\xb3\x05\n\rGenerateReply\x12\r\n\x05round\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12,\n\x08logprobs\x18\r \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12&\n\x05\x64raft\x18\x0e \x01(\x0b\x32\x17.paceline.v1.RoundDraft\x12\x13\n\x0b\x66ingerprint\x18\x0f \x01(\t\x12\x18\n\x10numerics_changed\x18\x10 \x01(\x08\x12\x15\n\rprompt_length\x18\n \x01(\r\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12+\n\nstatistics\x18\x06 \x01(\x0b\x32\x17.paceline.v1.Statistics\x12\x12\n\ntarget_pid\x18\x07 \x01(\r\x12\x13\n\x0b\x64rafter_pid\x18\x08 \x01(\r\x12\x17\n\x0f\x64rafter_address\x18\t \x01(\t\x12\x19\n\x11prediction_length\x18\x0b \x01(\r\x12\x15\n\rnum_predicted\x18\x0c \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x11 \x03(\x05\x12\x33\n\x0fprompt_logprobs\x18\x12 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12\x15\n\x0bstop_string\x18\x13 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x14 \x01(\x05H\x00\x12\x35\n\rcontinuations\x18\x16 \x03(\x0b\x32\x1e.paceline.v1.ContinuationReply\x12\x15\n\rnum_positions\x18\x17 \x01(\r\x12-\n\x0b\x65xplanation\x18\x15 \x01(\x0b\x32\x18.paceline.v1.ExplanationB\x0c\n\nstop_cause\"M\n\x11\x43ontinuationReply\x12\r\n\x05index\x18\x01 \x01(\r\x12)\n\x05reply\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.GenerateReply\"\xe1\x01\n\x0b\x45xplanation\x12\x10\n\x08workload\x18\x01 \x01(\t\x12\x0c\n\x04last\x18\x02 \x01(\t\x12\x11\n\tar_rounds\x18\x03 \x01(\r\x12\x13\n\x0b\x61r_round_ms\x18\x04 \x01(\x01\x12\x38\n\x08\x64rafters\x18\x05 \x03(\x0b\x32&.paceline.v1.Explanation.DraftersEntry\x1aP\n\rDraftersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12.\n\x05value\x18\x02 \x01(\x0b\x32\x1f.paceline.v1.DrafterExplanation:\x02\x38\x01\"n\n\x12\x44rafterExplanation\x12\x0e\n\x06rounds\x18\x01 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\x12\x12\n\nacceptance\x18\x03 \x03(\x01\x12\"\n\x1apromised_tokens_per_second\x18\x04 \x01(\x01\"\x8a\x01\n\nRoundDraft\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x16\n\x0eparent_indices\x18\x02 \x03(\x05\x12\x18\n\x10\x61\x63\x63\x65pted_indices\x18\x03 \x03(\x05\x12\r\n\x05texts\x18\x04 \x03(\t\x12\x17\n\x0f\x63ommitted_texts\x18\x05 \x03(\t\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\"\x85\x01\n\rTokenLogprobs\x12\x14\n\x07logprob\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12$\n\x03top\x18\x03 \x03(\x0b\x32\x17.paceline.v1.TopLogprob\x12\x10\n\x08token_id\x18\x04 \x01(\x05\x12\x0c\n\x04rank\x18\x05 \x01(\rB\n\n\x08_logprob\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0c\n\x04text\x18\x03 \x01(\x0c\"m\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x14\n\x0creturn_texts\x18\x03 \x01(\x08\x42\x15\n\x13_add_special_tokens\"*\n\x06Tokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\r\n\x05texts\x18\x02 \x03(\x0c\"`\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\x14\n\x04Text\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x11\n\x0fGetModelRequest\"\xdc\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x17\n\x0f\x62\x61tch_invariant\x18\x05 \x01(\x08\x12\x15\n\rhas_tokenizer\x18\x06 \x01(\x08\x12\x15\n\reos_token_ids\x18\x07 \x03(\x05\x12\x0f\n\x07methods\x18\x08 \x03(\t\x12#\n\x06limits\x18\t \x01(\x0b\x32\x13.paceline.v1.Limits\x12\x16\n\x0e\x64\x65\x66\x61ult_method\x18\n \x01(\t\x12\x15\n\rchat_template\x18\x0b \x01(\t\x12\x11\n\tbos_token\x18\x0c \x01(\t\x12\x11\n\teos_token\x18\r \x01(\t\x12\x11\n\ttokenizer\x18\x0e \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x0f \x01(\t\x12\x10\n\x08\x61\x64\x61pters\x18\x10 \x03(\t\"\x89\x01\n\x06Limits\x12\x14\n\x0cmax_sessions\x18\x01 \x01(\r\x12\x13\n\x0bmax_waiting\x18\x02 \x01(\r\x12\x13\n\x0bkv_capacity\x18\x03 \x01(\r\x12\x11\n\tmax_depth\x18\x04 \x01(\r\x12\x11\n\tmax_nodes\x18\x05 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x06 \x01(\r2\x97\x02\n\x0fGenerateService\x12\x46\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1a.paceline.v1.GenerateReply0\x01\x12<\n\x08GetModel\x12\x1c.paceline.v1.GetModelRequest\x1a\x12.paceline.v1.Model\x12=\n\x08Tokenize\x12\x1c.paceline.v1.TokenizeRequest\x1a\x13.paceline.v1.Tokens\x12?\n\nDetokenize\x12\x1e.paceline.v1.DetokenizeRequest\x1a\x11.paceline.v1.Textb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "paceline.v1.generate_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.generate_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_EXPLANATION_DRAFTERSENTRY"]._loaded_options = None
-    _globals["_EXPLANATION_DRAFTERSENTRY"]._serialized_options = b"8\001"
-    _globals["_GENERATEREQUEST"]._serialized_start = 70
-    _globals["_GENERATEREQUEST"]._serialized_end = 644
-    _globals["_GENERATEREPLY"]._serialized_start = 647
-    _globals["_GENERATEREPLY"]._serialized_end = 1338
-    _globals["_CONTINUATIONREPLY"]._serialized_start = 1340
-    _globals["_CONTINUATIONREPLY"]._serialized_end = 1417
-    _globals["_EXPLANATION"]._serialized_start = 1420
-    _globals["_EXPLANATION"]._serialized_end = 1645
-    _globals["_EXPLANATION_DRAFTERSENTRY"]._serialized_start = 1565
-    _globals["_EXPLANATION_DRAFTERSENTRY"]._serialized_end = 1645
-    _globals["_DRAFTEREXPLANATION"]._serialized_start = 1647
-    _globals["_DRAFTEREXPLANATION"]._serialized_end = 1757
-    _globals["_ROUNDDRAFT"]._serialized_start = 1760
-    _globals["_ROUNDDRAFT"]._serialized_end = 1898
-    _globals["_TOKENLOGPROBS"]._serialized_start = 1901
-    _globals["_TOKENLOGPROBS"]._serialized_end = 2034
-    _globals["_TOPLOGPROB"]._serialized_start = 2036
-    _globals["_TOPLOGPROB"]._serialized_end = 2097
-    _globals["_TOKENIZEREQUEST"]._serialized_start = 2099
-    _globals["_TOKENIZEREQUEST"]._serialized_end = 2208
-    _globals["_TOKENS"]._serialized_start = 2210
-    _globals["_TOKENS"]._serialized_end = 2252
-    _globals["_DETOKENIZEREQUEST"]._serialized_start = 2254
-    _globals["_DETOKENIZEREQUEST"]._serialized_end = 2350
-    _globals["_TEXT"]._serialized_start = 2352
-    _globals["_TEXT"]._serialized_end = 2372
-    _globals["_GETMODELREQUEST"]._serialized_start = 2374
-    _globals["_GETMODELREQUEST"]._serialized_end = 2391
-    _globals["_MODEL"]._serialized_start = 2394
-    _globals["_MODEL"]._serialized_end = 2742
-    _globals["_LIMITS"]._serialized_start = 2745
-    _globals["_LIMITS"]._serialized_end = 2882
-    _globals["_GENERATESERVICE"]._serialized_start = 2885
-    _globals["_GENERATESERVICE"]._serialized_end = 3164
+  DESCRIPTOR._loaded_options = None
+  _globals['_EXPLANATION_DRAFTERSENTRY']._loaded_options = None
+  _globals['_EXPLANATION_DRAFTERSENTRY']._serialized_options = b'8\001'
+  _globals['_GENERATEREQUEST']._serialized_start=70
+  _globals['_GENERATEREQUEST']._serialized_end=644
+  _globals['_GENERATEREPLY']._serialized_start=647
+  _globals['_GENERATEREPLY']._serialized_end=1338
+  _globals['_CONTINUATIONREPLY']._serialized_start=1340
+  _globals['_CONTINUATIONREPLY']._serialized_end=1417
+  _globals['_EXPLANATION']._serialized_start=1420
+  _globals['_EXPLANATION']._serialized_end=1645
+  _globals['_EXPLANATION_DRAFTERSENTRY']._serialized_start=1565
+  _globals['_EXPLANATION_DRAFTERSENTRY']._serialized_end=1645
+  _globals['_DRAFTEREXPLANATION']._serialized_start=1647
+  _globals['_DRAFTEREXPLANATION']._serialized_end=1757
+  _globals['_ROUNDDRAFT']._serialized_start=1760
+  _globals['_ROUNDDRAFT']._serialized_end=1898
+  _globals['_TOKENLOGPROBS']._serialized_start=1901
+  _globals['_TOKENLOGPROBS']._serialized_end=2034
+  _globals['_TOPLOGPROB']._serialized_start=2036
+  _globals['_TOPLOGPROB']._serialized_end=2097
+  _globals['_TOKENIZEREQUEST']._serialized_start=2099
+  _globals['_TOKENIZEREQUEST']._serialized_end=2208
+  _globals['_TOKENS']._serialized_start=2210
+  _globals['_TOKENS']._serialized_end=2252
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2254
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2350
+  _globals['_TEXT']._serialized_start=2352
+  _globals['_TEXT']._serialized_end=2372
+  _globals['_GETMODELREQUEST']._serialized_start=2374
+  _globals['_GETMODELREQUEST']._serialized_end=2391
+  _globals['_MODEL']._serialized_start=2394
+  _globals['_MODEL']._serialized_end=2742
+  _globals['_LIMITS']._serialized_start=2745
+  _globals['_LIMITS']._serialized_end=2882
+  _globals['_GENERATESERVICE']._serialized_start=2885
+  _globals['_GENERATESERVICE']._serialized_end=3164
 # @@protoc_insertion_point(module_scope)

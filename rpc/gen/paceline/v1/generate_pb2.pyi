@@ -117,92 +117,22 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         adapter: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "_add_special_tokens",
-        b"_add_special_tokens",
-        "add_special_tokens",
-        b"add_special_tokens",
-        "prediction",
-        b"prediction",
-        "prediction_text",
-        b"prediction_text",
-        "prediction_token_ids",
-        b"prediction_token_ids",
-        "prompt",
-        b"prompt",
-        "sampling",
-        b"sampling",
-        "speculation",
-        b"speculation",
-        "text",
-        b"text",
-        "token_ids",
-        b"token_ids",
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "_add_special_tokens",
-        b"_add_special_tokens",
-        "adapter",
-        b"adapter",
-        "add_special_tokens",
-        b"add_special_tokens",
-        "committed_token_ids",
-        b"committed_token_ids",
-        "continuations",
-        b"continuations",
-        "fingerprint",
-        b"fingerprint",
-        "numerics_mismatch",
-        b"numerics_mismatch",
-        "prediction",
-        b"prediction",
-        "prediction_text",
-        b"prediction_text",
-        "prediction_token_ids",
-        b"prediction_token_ids",
-        "priority",
-        b"priority",
-        "prompt",
-        b"prompt",
-        "return_draft",
-        b"return_draft",
-        "return_explanation",
-        b"return_explanation",
-        "return_prompt_token_ids",
-        b"return_prompt_token_ids",
-        "sampling",
-        b"sampling",
-        "speculation",
-        b"speculation",
-        "text",
-        b"text",
-        "token_ids",
-        b"token_ids",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "adapter", b"adapter", "add_special_tokens", b"add_special_tokens", "committed_token_ids", b"committed_token_ids", "continuations", b"continuations", "fingerprint", b"fingerprint", "numerics_mismatch", b"numerics_mismatch", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt", b"prompt", "return_draft", b"return_draft", "return_explanation", b"return_explanation", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
-    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal[
-        "_add_special_tokens", b"_add_special_tokens"
-    ]  # noqa: Y015
-    _WhichOneofReturnType_prediction: _TypeAlias = _typing.Literal[
-        "prediction_text", "prediction_token_ids"
-    ]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType_prediction: _TypeAlias = _typing.Literal["prediction_text", "prediction_token_ids"]  # noqa: Y015
     _WhichOneofArgType_prediction: _TypeAlias = _typing.Literal["prediction", b"prediction"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__add_special_tokens
-    ) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType_prediction
-    ) -> _WhichOneofReturnType_prediction | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_prediction) -> _WhichOneofReturnType_prediction | None: ...
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType_prompt
-    ) -> _WhichOneofReturnType_prompt | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
@@ -287,17 +217,13 @@ class GenerateReply(_message.Message):
         """The prompt, where GenerateRequest.return_prompt_token_ids asks for it."""
 
     @_builtins.property
-    def prompt_logprobs(
-        self,
-    ) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """One for each token of the prompt, where SamplingParams.prompt_logprobs asks for them; the first
         has no logprob. They come before the first tokens, in replies of their own with round 0.
         """
 
     @_builtins.property
-    def continuations(
-        self,
-    ) -> _containers.RepeatedCompositeFieldContainer[Global___ContinuationReply]:
+    def continuations(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContinuationReply]:
         """In replies of their own with round 0, as GenerateRequest.continuations asks for."""
 
     @_builtins.property
@@ -333,77 +259,13 @@ class GenerateReply(_message.Message):
         num_positions: _builtins.int = ...,
         explanation: Global___Explanation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "draft",
-        b"draft",
-        "explanation",
-        b"explanation",
-        "statistics",
-        b"statistics",
-        "stop_cause",
-        b"stop_cause",
-        "stop_string",
-        b"stop_string",
-        "stop_token_id",
-        b"stop_token_id",
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "explanation", b"explanation", "statistics", b"statistics", "stop_cause", b"stop_cause", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "continuations",
-        b"continuations",
-        "draft",
-        b"draft",
-        "drafter_address",
-        b"drafter_address",
-        "drafter_pid",
-        b"drafter_pid",
-        "explanation",
-        b"explanation",
-        "fingerprint",
-        b"fingerprint",
-        "finish_reason",
-        b"finish_reason",
-        "logprobs",
-        b"logprobs",
-        "num_accepted",
-        b"num_accepted",
-        "num_positions",
-        b"num_positions",
-        "num_predicted",
-        b"num_predicted",
-        "numerics_changed",
-        b"numerics_changed",
-        "prediction_length",
-        b"prediction_length",
-        "prompt_length",
-        b"prompt_length",
-        "prompt_logprobs",
-        b"prompt_logprobs",
-        "prompt_token_ids",
-        b"prompt_token_ids",
-        "round",
-        b"round",
-        "statistics",
-        b"statistics",
-        "stop_cause",
-        b"stop_cause",
-        "stop_string",
-        b"stop_string",
-        "stop_token_id",
-        b"stop_token_id",
-        "target_pid",
-        b"target_pid",
-        "text",
-        b"text",
-        "token_ids",
-        b"token_ids",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continuations", b"continuations", "draft", b"draft", "drafter_address", b"drafter_address", "drafter_pid", b"drafter_pid", "explanation", b"explanation", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_positions", b"num_positions", "num_predicted", b"num_predicted", "numerics_changed", b"numerics_changed", "prediction_length", b"prediction_length", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "round", b"round", "statistics", b"statistics", "stop_cause", b"stop_cause", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "target_pid", b"target_pid", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stop_cause: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stop_cause: _TypeAlias = _typing.Literal["stop_cause", b"stop_cause"]  # noqa: Y015
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType_stop_cause
-    ) -> _WhichOneofReturnType_stop_cause | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_stop_cause) -> _WhichOneofReturnType_stop_cause | None: ...
 
 Global___GenerateReply: _TypeAlias = GenerateReply  # noqa: Y015
 
@@ -490,18 +352,7 @@ class Explanation(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "ar_round_ms",
-        b"ar_round_ms",
-        "ar_rounds",
-        b"ar_rounds",
-        "drafters",
-        b"drafters",
-        "last",
-        b"last",
-        "workload",
-        b"workload",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ar_round_ms", b"ar_round_ms", "ar_rounds", b"ar_rounds", "drafters", b"drafters", "last", b"last", "workload", b"workload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -534,16 +385,7 @@ class DrafterExplanation(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "acceptance",
-        b"acceptance",
-        "accepted",
-        b"accepted",
-        "promised_tokens_per_second",
-        b"promised_tokens_per_second",
-        "rounds",
-        b"rounds",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "accepted", b"accepted", "promised_tokens_per_second", b"promised_tokens_per_second", "rounds", b"rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -599,20 +441,7 @@ class RoundDraft(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "accepted_indices",
-        b"accepted_indices",
-        "committed_texts",
-        b"committed_texts",
-        "parent_indices",
-        b"parent_indices",
-        "seconds",
-        b"seconds",
-        "texts",
-        b"texts",
-        "token_ids",
-        b"token_ids",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_indices", b"accepted_indices", "committed_texts", b"committed_texts", "parent_indices", b"parent_indices", "seconds", b"seconds", "texts", b"texts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -651,26 +480,11 @@ class TokenLogprobs(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "_logprob",
-        b"_logprob",
-        "logprob",
-        b"logprob",
-        "rank",
-        b"rank",
-        "text",
-        b"text",
-        "token_id",
-        b"token_id",
-        "top",
-        b"top",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob", "rank", b"rank", "text", b"text", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
     _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__logprob
-    ) -> _WhichOneofReturnType__logprob | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob) -> _WhichOneofReturnType__logprob | None: ...
 
 Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
@@ -693,9 +507,7 @@ class TopLogprob(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "logprob", b"logprob", "text", b"text", "token_id", b"token_id"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -720,28 +532,13 @@ class TokenizeRequest(_message.Message):
         add_special_tokens: _builtins.bool | None = ...,
         return_texts: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens"
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "_add_special_tokens",
-        b"_add_special_tokens",
-        "add_special_tokens",
-        b"add_special_tokens",
-        "return_texts",
-        b"return_texts",
-        "text",
-        b"text",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "return_texts", b"return_texts", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
-    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal[
-        "_add_special_tokens", b"_add_special_tokens"
-    ]  # noqa: Y015
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__add_special_tokens
-    ) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
 
 Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
 
@@ -787,29 +584,13 @@ class DetokenizeRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         skip_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "_skip_special_tokens",
-        b"_skip_special_tokens",
-        "skip_special_tokens",
-        b"skip_special_tokens",
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "_skip_special_tokens",
-        b"_skip_special_tokens",
-        "skip_special_tokens",
-        b"skip_special_tokens",
-        "token_ids",
-        b"token_ids",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
-    _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal[
-        "_skip_special_tokens", b"_skip_special_tokens"
-    ]  # noqa: Y015
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__skip_special_tokens
-    ) -> _WhichOneofReturnType__skip_special_tokens | None: ...
+    _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
 
 Global___DetokenizeRequest: _TypeAlias = DetokenizeRequest  # noqa: Y015
 
@@ -928,40 +709,7 @@ class Model(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "adapters",
-        b"adapters",
-        "batch_invariant",
-        b"batch_invariant",
-        "bos_token",
-        b"bos_token",
-        "chat_template",
-        b"chat_template",
-        "context_length",
-        b"context_length",
-        "default_method",
-        b"default_method",
-        "dtype",
-        b"dtype",
-        "eos_token",
-        b"eos_token",
-        "eos_token_ids",
-        b"eos_token_ids",
-        "fingerprint",
-        b"fingerprint",
-        "has_tokenizer",
-        b"has_tokenizer",
-        "limits",
-        b"limits",
-        "methods",
-        b"methods",
-        "name",
-        b"name",
-        "tokenizer",
-        b"tokenizer",
-        "vocab_size",
-        b"vocab_size",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "batch_invariant", b"batch_invariant", "bos_token", b"bos_token", "chat_template", b"chat_template", "context_length", b"context_length", "default_method", b"default_method", "dtype", b"dtype", "eos_token", b"eos_token", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_tokenizer", b"has_tokenizer", "limits", b"limits", "methods", b"methods", "name", b"name", "tokenizer", b"tokenizer", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1001,20 +749,7 @@ class Limits(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "kv_capacity",
-        b"kv_capacity",
-        "max_depth",
-        b"max_depth",
-        "max_message_bytes",
-        b"max_message_bytes",
-        "max_nodes",
-        b"max_nodes",
-        "max_sessions",
-        b"max_sessions",
-        "max_waiting",
-        b"max_waiting",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_capacity", b"kv_capacity", "max_depth", b"max_depth", "max_message_bytes", b"max_message_bytes", "max_nodes", b"max_nodes", "max_sessions", b"max_sessions", "max_waiting", b"max_waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,6 +19,7 @@ else:
 _T = _typing.TypeVar("_T")
 
 class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+
 class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
@@ -34,9 +35,7 @@ class GenerateServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerateServiceAsyncStub: ...
-    Generate: _grpc.UnaryStreamMultiCallable[
-        _generate_pb2.GenerateRequest, _generate_pb2.GenerateReply
-    ]
+    Generate: _grpc.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateReply]
     """One reply for each round, in order; the last has a finish_reason. To cancel the call frees the
     session and its KV memory at once.
 
@@ -58,9 +57,7 @@ class GenerateServiceAsyncStub(GenerateServiceStub):
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Generate: _aio.UnaryStreamMultiCallable[
-        _generate_pb2.GenerateRequest, _generate_pb2.GenerateReply
-    ]  # type: ignore[assignment]
+    Generate: _aio.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateReply]  # type: ignore[assignment]
     """One reply for each round, in order; the last has a finish_reason. To cancel the call frees the
     session and its KV memory at once.
 
@@ -85,9 +82,7 @@ class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _generate_pb2.GenerateRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[
-        _abc.Iterator[_generate_pb2.GenerateReply], _abc.AsyncIterator[_generate_pb2.GenerateReply]
-    ]:
+    ) -> _typing.Union[_abc.Iterator[_generate_pb2.GenerateReply], _abc.AsyncIterator[_generate_pb2.GenerateReply]]:
         """One reply for each round, in order; the last has a finish_reason. To cancel the call frees the
         session and its KV memory at once.
 
@@ -120,6 +115,4 @@ class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generate_pb2.Text, _abc.Awaitable[_generate_pb2.Text]]: ...
 
-def add_GenerateServiceServicer_to_server(
-    servicer: GenerateServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]
-) -> None: ...
+def add_GenerateServiceServicer_to_server(servicer: GenerateServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -4,38 +4,41 @@
 # source: paceline/v1/ticket.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "paceline/v1/ticket.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'paceline/v1/ticket.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x18paceline/v1/ticket.proto\x12\x0bpaceline.v1"3\n\rTicketRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\r"J\n\x06Ticket\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01"P\n\x0cGrantRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01"`\n\x0bGrantResult\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\x04\x12\x0f\n\x07granted\x18\x03 \x01(\x04\x12\x0c\n\x04used\x18\x04 \x01(\x04\x12\x12\n\nexpires_at\x18\x05 \x01(\x01\x32\x87\x01\n\rTicketService\x12\x38\n\x05Issue\x12\x1a.paceline.v1.TicketRequest\x1a\x13.paceline.v1.Ticket\x12<\n\x05Grant\x12\x19.paceline.v1.GrantRequest\x1a\x18.paceline.v1.GrantResultb\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/ticket.proto\x12\x0bpaceline.v1\"3\n\rTicketRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"J\n\x06Ticket\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"P\n\x0cGrantRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"`\n\x0bGrantResult\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\x04\x12\x0f\n\x07granted\x18\x03 \x01(\x04\x12\x0c\n\x04used\x18\x04 \x01(\x04\x12\x12\n\nexpires_at\x18\x05 \x01(\x01\x32\x87\x01\n\rTicketService\x12\x38\n\x05Issue\x12\x1a.paceline.v1.TicketRequest\x1a\x13.paceline.v1.Ticket\x12<\n\x05Grant\x12\x19.paceline.v1.GrantRequest\x1a\x18.paceline.v1.GrantResultb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "paceline.v1.ticket_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.ticket_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_TICKETREQUEST"]._serialized_start = 41
-    _globals["_TICKETREQUEST"]._serialized_end = 92
-    _globals["_TICKET"]._serialized_start = 94
-    _globals["_TICKET"]._serialized_end = 168
-    _globals["_GRANTREQUEST"]._serialized_start = 170
-    _globals["_GRANTREQUEST"]._serialized_end = 250
-    _globals["_GRANTRESULT"]._serialized_start = 252
-    _globals["_GRANTRESULT"]._serialized_end = 348
-    _globals["_TICKETSERVICE"]._serialized_start = 351
-    _globals["_TICKETSERVICE"]._serialized_end = 486
+  DESCRIPTOR._loaded_options = None
+  _globals['_TICKETREQUEST']._serialized_start=41
+  _globals['_TICKETREQUEST']._serialized_end=92
+  _globals['_TICKET']._serialized_start=94
+  _globals['_TICKET']._serialized_end=168
+  _globals['_GRANTREQUEST']._serialized_start=170
+  _globals['_GRANTREQUEST']._serialized_end=250
+  _globals['_GRANTRESULT']._serialized_start=252
+  _globals['_GRANTRESULT']._serialized_end=348
+  _globals['_TICKETSERVICE']._serialized_start=351
+  _globals['_TICKETSERVICE']._serialized_end=486
 # @@protoc_insertion_point(module_scope)

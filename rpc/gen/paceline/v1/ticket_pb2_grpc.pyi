@@ -19,6 +19,7 @@ else:
 _T = _typing.TypeVar("_T")
 
 class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+
 class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
@@ -120,6 +121,4 @@ class TicketServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors: NOT_FOUND.
         """
 
-def add_TicketServiceServicer_to_server(
-    servicer: TicketServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]
-) -> None: ...
+def add_TicketServiceServicer_to_server(servicer: TicketServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -4,15 +4,18 @@
 # source: paceline/v1/verify.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "paceline/v1/verify.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'paceline/v1/verify.proto'
 )
 # @@protoc_insertion_point(imports)
 
@@ -23,37 +26,35 @@ from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from paceline.rpc.gen.paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x18paceline/v1/verify.proto\x12\x0bpaceline.v1\x1a\x17google/rpc/status.proto\x1a\x18paceline/v1/common.proto"\xdc\x01\n\x0bVerifyFrame\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.paceline.v1.OpenRequestH\x00\x12,\n\x06verify\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.VerifyRequestH\x00\x12\x30\n\x08truncate\x18\x03 \x01(\x0b\x32\x1c.paceline.v1.TruncateRequestH\x00\x12*\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x19.paceline.v1.CloseRequestH\x00\x12\x0e\n\x06ticket\x18\x05 \x01(\tB\x07\n\x05\x66rame"\xed\x01\n\x0bVerifyReply\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.paceline.v1.OpenResultH\x00\x12+\n\x06verify\x18\x02 \x01(\x0b\x32\x19.paceline.v1.VerifyResultH\x00\x12/\n\x08truncate\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.TruncateResultH\x00\x12)\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x18.paceline.v1.CloseResultH\x00\x12#\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x07\n\x05reply"\x85\x02\n\x0bOpenRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12-\n\x08sampling\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12-\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x18.paceline.v1.Speculation\x12\x19\n\x11resume_session_id\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x19\n\x11numerics_mismatch\x18\x06 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x07 \x01(\t\x12)\n\x06states\x18\x08 \x01(\x0b\x32\x19.paceline.v1.StatesLayout"\xf0\x01\n\nOpenResult\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x18\n\x10\x63ommitted_length\x18\x03 \x01(\r\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x12\n\nnext_round\x18\x05 \x01(\r\x12\x11\n\tmax_nodes\x18\x06 \x01(\r\x12\x11\n\tmax_depth\x18\x07 \x01(\r\x12\x1c\n\x14idle_timeout_seconds\x18\x08 \x01(\x01\x12\x13\n\x0b\x66ingerprint\x18\t \x01(\t\x12\x18\n\x10numerics_changed\x18\n \x01(\x08\x12\x0e\n\x06\x64irect\x18\x0b \x01(\x08"\xea\x01\n\rVerifyRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x04 \x01(\r\x12\x15\n\rprefix_digest\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x03(\x05\x12\x16\n\x0eparent_indices\x18\x07 \x03(\x11\x12&\n\x05probs\x18\x08 \x01(\x0b\x32\x17.paceline.v1.DraftProbs\x12\x18\n\x0bstates_from\x18\t \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_states_from"\xec\x01\n\x0cVerifyResult\x12\r\n\x05round\x18\x01 \x01(\r\x12\x18\n\x10\x61\x63\x63\x65pted_indices\x18\x02 \x03(\r\x12\x17\n\nnext_token\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x10\x63ommitted_length\x18\x04 \x01(\r\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12%\n\x07timings\x18\x07 \x01(\x0b\x32\x14.paceline.v1.Timings\x12#\n\x06states\x18\x08 \x01(\x0b\x32\x13.paceline.v1.StatesB\r\n\x0b_next_token"8\n\x07Timings\x12\x16\n\x0everify_seconds\x18\x01 \x01(\x02\x12\x15\n\rtotal_seconds\x18\x02 \x01(\x02"D\n\x0fTruncateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r":\n\x0eTruncateResult\x12\x18\n\x10\x63ommitted_length\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c"1\n\x0c\x43loseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r":\n\x0b\x43loseResult\x12+\n\nstatistics\x18\x01 \x01(\x0b\x32\x17.paceline.v1.Statistics2\xd3\x02\n\rVerifyService\x12\x41\n\x07Session\x12\x18.paceline.v1.VerifyFrame\x1a\x18.paceline.v1.VerifyReply(\x01\x30\x01\x12\x39\n\x04Open\x12\x18.paceline.v1.OpenRequest\x1a\x17.paceline.v1.OpenResult\x12?\n\x06Verify\x12\x1a.paceline.v1.VerifyRequest\x1a\x19.paceline.v1.VerifyResult\x12\x45\n\x08Truncate\x12\x1c.paceline.v1.TruncateRequest\x1a\x1b.paceline.v1.TruncateResult\x12<\n\x05\x43lose\x12\x19.paceline.v1.CloseRequest\x1a\x18.paceline.v1.CloseResultb\x06proto3'
-)
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/verify.proto\x12\x0bpaceline.v1\x1a\x17google/rpc/status.proto\x1a\x18paceline/v1/common.proto\"\xdc\x01\n\x0bVerifyFrame\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.paceline.v1.OpenRequestH\x00\x12,\n\x06verify\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.VerifyRequestH\x00\x12\x30\n\x08truncate\x18\x03 \x01(\x0b\x32\x1c.paceline.v1.TruncateRequestH\x00\x12*\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x19.paceline.v1.CloseRequestH\x00\x12\x0e\n\x06ticket\x18\x05 \x01(\tB\x07\n\x05\x66rame\"\xed\x01\n\x0bVerifyReply\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.paceline.v1.OpenResultH\x00\x12+\n\x06verify\x18\x02 \x01(\x0b\x32\x19.paceline.v1.VerifyResultH\x00\x12/\n\x08truncate\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.TruncateResultH\x00\x12)\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x18.paceline.v1.CloseResultH\x00\x12#\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x07\n\x05reply\"\x85\x02\n\x0bOpenRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12-\n\x08sampling\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12-\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x18.paceline.v1.Speculation\x12\x19\n\x11resume_session_id\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x19\n\x11numerics_mismatch\x18\x06 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x07 \x01(\t\x12)\n\x06states\x18\x08 \x01(\x0b\x32\x19.paceline.v1.StatesLayout\"\xf0\x01\n\nOpenResult\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x18\n\x10\x63ommitted_length\x18\x03 \x01(\r\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x12\n\nnext_round\x18\x05 \x01(\r\x12\x11\n\tmax_nodes\x18\x06 \x01(\r\x12\x11\n\tmax_depth\x18\x07 \x01(\r\x12\x1c\n\x14idle_timeout_seconds\x18\x08 \x01(\x01\x12\x13\n\x0b\x66ingerprint\x18\t \x01(\t\x12\x18\n\x10numerics_changed\x18\n \x01(\x08\x12\x0e\n\x06\x64irect\x18\x0b \x01(\x08\"\xea\x01\n\rVerifyRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x04 \x01(\r\x12\x15\n\rprefix_digest\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x03(\x05\x12\x16\n\x0eparent_indices\x18\x07 \x03(\x11\x12&\n\x05probs\x18\x08 \x01(\x0b\x32\x17.paceline.v1.DraftProbs\x12\x18\n\x0bstates_from\x18\t \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_states_from\"\xec\x01\n\x0cVerifyResult\x12\r\n\x05round\x18\x01 \x01(\r\x12\x18\n\x10\x61\x63\x63\x65pted_indices\x18\x02 \x03(\r\x12\x17\n\nnext_token\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x10\x63ommitted_length\x18\x04 \x01(\r\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12%\n\x07timings\x18\x07 \x01(\x0b\x32\x14.paceline.v1.Timings\x12#\n\x06states\x18\x08 \x01(\x0b\x32\x13.paceline.v1.StatesB\r\n\x0b_next_token\"8\n\x07Timings\x12\x16\n\x0everify_seconds\x18\x01 \x01(\x02\x12\x15\n\rtotal_seconds\x18\x02 \x01(\x02\"D\n\x0fTruncateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\":\n\x0eTruncateResult\x12\x18\n\x10\x63ommitted_length\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"1\n\x0c\x43loseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\":\n\x0b\x43loseResult\x12+\n\nstatistics\x18\x01 \x01(\x0b\x32\x17.paceline.v1.Statistics2\xd3\x02\n\rVerifyService\x12\x41\n\x07Session\x12\x18.paceline.v1.VerifyFrame\x1a\x18.paceline.v1.VerifyReply(\x01\x30\x01\x12\x39\n\x04Open\x12\x18.paceline.v1.OpenRequest\x1a\x17.paceline.v1.OpenResult\x12?\n\x06Verify\x12\x1a.paceline.v1.VerifyRequest\x1a\x19.paceline.v1.VerifyResult\x12\x45\n\x08Truncate\x12\x1c.paceline.v1.TruncateRequest\x1a\x1b.paceline.v1.TruncateResult\x12<\n\x05\x43lose\x12\x19.paceline.v1.CloseRequest\x1a\x18.paceline.v1.CloseResultb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "paceline.v1.verify_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.verify_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_VERIFYFRAME"]._serialized_start = 93
-    _globals["_VERIFYFRAME"]._serialized_end = 313
-    _globals["_VERIFYREPLY"]._serialized_start = 316
-    _globals["_VERIFYREPLY"]._serialized_end = 553
-    _globals["_OPENREQUEST"]._serialized_start = 556
-    _globals["_OPENREQUEST"]._serialized_end = 817
-    _globals["_OPENRESULT"]._serialized_start = 820
-    _globals["_OPENRESULT"]._serialized_end = 1060
-    _globals["_VERIFYREQUEST"]._serialized_start = 1063
-    _globals["_VERIFYREQUEST"]._serialized_end = 1297
-    _globals["_VERIFYRESULT"]._serialized_start = 1300
-    _globals["_VERIFYRESULT"]._serialized_end = 1536
-    _globals["_TIMINGS"]._serialized_start = 1538
-    _globals["_TIMINGS"]._serialized_end = 1594
-    _globals["_TRUNCATEREQUEST"]._serialized_start = 1596
-    _globals["_TRUNCATEREQUEST"]._serialized_end = 1664
-    _globals["_TRUNCATERESULT"]._serialized_start = 1666
-    _globals["_TRUNCATERESULT"]._serialized_end = 1724
-    _globals["_CLOSEREQUEST"]._serialized_start = 1726
-    _globals["_CLOSEREQUEST"]._serialized_end = 1775
-    _globals["_CLOSERESULT"]._serialized_start = 1777
-    _globals["_CLOSERESULT"]._serialized_end = 1835
-    _globals["_VERIFYSERVICE"]._serialized_start = 1838
-    _globals["_VERIFYSERVICE"]._serialized_end = 2177
+  DESCRIPTOR._loaded_options = None
+  _globals['_VERIFYFRAME']._serialized_start=93
+  _globals['_VERIFYFRAME']._serialized_end=313
+  _globals['_VERIFYREPLY']._serialized_start=316
+  _globals['_VERIFYREPLY']._serialized_end=553
+  _globals['_OPENREQUEST']._serialized_start=556
+  _globals['_OPENREQUEST']._serialized_end=817
+  _globals['_OPENRESULT']._serialized_start=820
+  _globals['_OPENRESULT']._serialized_end=1060
+  _globals['_VERIFYREQUEST']._serialized_start=1063
+  _globals['_VERIFYREQUEST']._serialized_end=1297
+  _globals['_VERIFYRESULT']._serialized_start=1300
+  _globals['_VERIFYRESULT']._serialized_end=1536
+  _globals['_TIMINGS']._serialized_start=1538
+  _globals['_TIMINGS']._serialized_end=1594
+  _globals['_TRUNCATEREQUEST']._serialized_start=1596
+  _globals['_TRUNCATEREQUEST']._serialized_end=1664
+  _globals['_TRUNCATERESULT']._serialized_start=1666
+  _globals['_TRUNCATERESULT']._serialized_end=1724
+  _globals['_CLOSEREQUEST']._serialized_start=1726
+  _globals['_CLOSEREQUEST']._serialized_end=1775
+  _globals['_CLOSERESULT']._serialized_start=1777
+  _globals['_CLOSERESULT']._serialized_end=1835
+  _globals['_VERIFYSERVICE']._serialized_start=1838
+  _globals['_VERIFYSERVICE']._serialized_end=2177
 # @@protoc_insertion_point(module_scope)

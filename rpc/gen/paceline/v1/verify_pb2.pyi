@@ -48,39 +48,13 @@ class VerifyFrame(_message.Message):
         close: Global___CloseRequest | None = ...,
         ticket: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "close",
-        b"close",
-        "frame",
-        b"frame",
-        "open",
-        b"open",
-        "truncate",
-        b"truncate",
-        "verify",
-        b"verify",
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "frame", b"frame", "open", b"open", "truncate", b"truncate", "verify", b"verify"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "close",
-        b"close",
-        "frame",
-        b"frame",
-        "open",
-        b"open",
-        "ticket",
-        b"ticket",
-        "truncate",
-        b"truncate",
-        "verify",
-        b"verify",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "frame", b"frame", "open", b"open", "ticket", b"ticket", "truncate", b"truncate", "verify", b"verify"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["open", "verify", "truncate", "close"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType_frame
-    ) -> _WhichOneofReturnType_frame | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
 Global___VerifyFrame: _TypeAlias = VerifyFrame  # noqa: Y015
 
@@ -114,43 +88,13 @@ class VerifyReply(_message.Message):
         close: Global___CloseResult | None = ...,
         error: _status_pb2.Status | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "close",
-        b"close",
-        "error",
-        b"error",
-        "open",
-        b"open",
-        "reply",
-        b"reply",
-        "truncate",
-        b"truncate",
-        "verify",
-        b"verify",
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "error", b"error", "open", b"open", "reply", b"reply", "truncate", b"truncate", "verify", b"verify"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "close",
-        b"close",
-        "error",
-        b"error",
-        "open",
-        b"open",
-        "reply",
-        b"reply",
-        "truncate",
-        b"truncate",
-        "verify",
-        b"verify",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "error", b"error", "open", b"open", "reply", b"reply", "truncate", b"truncate", "verify", b"verify"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal[
-        "open", "verify", "truncate", "close", "error"
-    ]  # noqa: Y015
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["open", "verify", "truncate", "close", "error"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType_reply
-    ) -> _WhichOneofReturnType_reply | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 
 Global___VerifyReply: _TypeAlias = VerifyReply  # noqa: Y015
 
@@ -211,28 +155,9 @@ class OpenRequest(_message.Message):
         adapter: _builtins.str = ...,
         states: _common_pb2.StatesLayout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "sampling", b"sampling", "speculation", b"speculation", "states", b"states"
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "speculation", b"speculation", "states", b"states"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "adapter",
-        b"adapter",
-        "fingerprint",
-        b"fingerprint",
-        "numerics_mismatch",
-        b"numerics_mismatch",
-        "resume_session_id",
-        b"resume_session_id",
-        "sampling",
-        b"sampling",
-        "speculation",
-        b"speculation",
-        "states",
-        b"states",
-        "token_ids",
-        b"token_ids",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "fingerprint", b"fingerprint", "numerics_mismatch", b"numerics_mismatch", "resume_session_id", b"resume_session_id", "sampling", b"sampling", "speculation", b"speculation", "states", b"states", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -298,30 +223,7 @@ class OpenResult(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "committed_length",
-        b"committed_length",
-        "digest",
-        b"digest",
-        "direct",
-        b"direct",
-        "epoch",
-        b"epoch",
-        "fingerprint",
-        b"fingerprint",
-        "idle_timeout_seconds",
-        b"idle_timeout_seconds",
-        "max_depth",
-        b"max_depth",
-        "max_nodes",
-        b"max_nodes",
-        "next_round",
-        b"next_round",
-        "numerics_changed",
-        b"numerics_changed",
-        "session_id",
-        b"session_id",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_length", b"committed_length", "digest", b"digest", "direct", b"direct", "epoch", b"epoch", "fingerprint", b"fingerprint", "idle_timeout_seconds", b"idle_timeout_seconds", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "next_round", b"next_round", "numerics_changed", b"numerics_changed", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -374,38 +276,13 @@ class VerifyRequest(_message.Message):
         probs: _common_pb2.DraftProbs | None = ...,
         states_from: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "_states_from", b"_states_from", "probs", b"probs", "states_from", b"states_from"
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_states_from", b"_states_from", "probs", b"probs", "states_from", b"states_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "_states_from",
-        b"_states_from",
-        "base_length",
-        b"base_length",
-        "epoch",
-        b"epoch",
-        "parent_indices",
-        b"parent_indices",
-        "prefix_digest",
-        b"prefix_digest",
-        "probs",
-        b"probs",
-        "round",
-        b"round",
-        "session_id",
-        b"session_id",
-        "states_from",
-        b"states_from",
-        "token_ids",
-        b"token_ids",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_states_from", b"_states_from", "base_length", b"base_length", "epoch", b"epoch", "parent_indices", b"parent_indices", "prefix_digest", b"prefix_digest", "probs", b"probs", "round", b"round", "session_id", b"session_id", "states_from", b"states_from", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__states_from: _TypeAlias = _typing.Literal["states_from"]  # noqa: Y015
     _WhichOneofArgType__states_from: _TypeAlias = _typing.Literal["_states_from", b"_states_from"]  # noqa: Y015
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__states_from
-    ) -> _WhichOneofReturnType__states_from | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__states_from) -> _WhichOneofReturnType__states_from | None: ...
 
 Global___VerifyRequest: _TypeAlias = VerifyRequest  # noqa: Y015
 
@@ -453,43 +330,13 @@ class VerifyResult(_message.Message):
         timings: Global___Timings | None = ...,
         states: _common_pb2.States | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "_next_token",
-        b"_next_token",
-        "next_token",
-        b"next_token",
-        "states",
-        b"states",
-        "timings",
-        b"timings",
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_next_token", b"_next_token", "next_token", b"next_token", "states", b"states", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "_next_token",
-        b"_next_token",
-        "accepted_indices",
-        b"accepted_indices",
-        "committed_length",
-        b"committed_length",
-        "digest",
-        b"digest",
-        "finish_reason",
-        b"finish_reason",
-        "next_token",
-        b"next_token",
-        "round",
-        b"round",
-        "states",
-        b"states",
-        "timings",
-        b"timings",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_token", b"_next_token", "accepted_indices", b"accepted_indices", "committed_length", b"committed_length", "digest", b"digest", "finish_reason", b"finish_reason", "next_token", b"next_token", "round", b"round", "states", b"states", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__next_token: _TypeAlias = _typing.Literal["next_token"]  # noqa: Y015
     _WhichOneofArgType__next_token: _TypeAlias = _typing.Literal["_next_token", b"_next_token"]  # noqa: Y015
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__next_token
-    ) -> _WhichOneofReturnType__next_token | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_token) -> _WhichOneofReturnType__next_token | None: ...
 
 Global___VerifyResult: _TypeAlias = VerifyResult  # noqa: Y015
 
@@ -513,9 +360,7 @@ class Timings(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "total_seconds", b"total_seconds", "verify_seconds", b"verify_seconds"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["total_seconds", b"total_seconds", "verify_seconds", b"verify_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -541,9 +386,7 @@ class TruncateRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "epoch", b"epoch", "length", b"length", "session_id", b"session_id"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "length", b"length", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -565,9 +408,7 @@ class TruncateResult(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "committed_length", b"committed_length", "digest", b"digest"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_length", b"committed_length", "digest", b"digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,6 +19,7 @@ else:
 _T = _typing.TypeVar("_T")
 
 class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+
 class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
@@ -161,9 +162,7 @@ class VerifyServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request_iterator: _MaybeAsyncIterator[_verify_pb2.VerifyFrame],
         context: _ServicerContext,
-    ) -> _typing.Union[
-        _abc.Iterator[_verify_pb2.VerifyReply], _abc.AsyncIterator[_verify_pb2.VerifyReply]
-    ]:
+    ) -> _typing.Union[_abc.Iterator[_verify_pb2.VerifyReply], _abc.AsyncIterator[_verify_pb2.VerifyReply]]:
         """One stream for one session; the first frame must be `open`.
 
         `error` answers a frame in its place where the refusal leaves the session as it was
@@ -212,6 +211,4 @@ class VerifyServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_verify_pb2.CloseResult, _abc.Awaitable[_verify_pb2.CloseResult]]:
         """Closing a session that is gone is no error."""
 
-def add_VerifyServiceServicer_to_server(
-    servicer: VerifyServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]
-) -> None: ...
+def add_VerifyServiceServicer_to_server(servicer: VerifyServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

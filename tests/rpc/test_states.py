@@ -36,6 +36,7 @@ from paceline.rpc.remote_drafter import RemoteDrafter
 from paceline.rpc.states import ENCODINGS, GROUP, StatesCodec, StatesLog, StatesReader
 from paceline.sampling import SamplingParams
 from paceline.session import Session
+from paceline.shapes.sequoia import FIRST_RATES
 from paceline.target import ModelTarget
 from paceline.tokenizer import load_tokenizer
 from paceline.types import Need, StatesLayout
@@ -77,10 +78,16 @@ def params_of(temperature: float = 0.0, max_tokens: int = 32) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=11, ignore_eos=True)
 
 
+def always(method: str) -> SpeculationConfig:
+    """Drafts in every round, with a tree that does not change with what sessions have counted."""
+    ranks = FIRST_RATES if METHODS[method].shape == "sequoia" else None
+    return SpeculationConfig(method=method, length="fixed", rank_acceptance=ranks)
+
+
 def beside_the_target(method: str, params: SamplingParams) -> list[Session]:
     heads = HeadLibrary(heads_folder(TARGET_DIR), TARGET_DIR, demo())
     engine = Engine(ModelTarget(demo()), heads=heads)
-    return engine.generate(prompts(), params, SpeculationConfig(method=method, length="fixed"))
+    return engine.generate(prompts(), params, always(method))
 
 
 def servicer(method: str, encoding: str = "float32") -> Recording:
@@ -123,7 +130,7 @@ def test_a_head_elsewhere_is_one_beside_the_target(method: str, temperature: flo
     params = params_of(temperature)
     expected = beside_the_target(method, params)
     with from_afar(method) as (engine, _, remote):
-        speculation = SpeculationConfig(method=method, length="fixed")
+        speculation = always(method)
         got = engine.generate(prompts(), params, speculation)
         sent = remote.counters.states_bytes
     assert [s.output_ids for s in got] == ar(temperature)
@@ -150,7 +157,7 @@ def test_every_head_of_its_kind(
     """Untrained: its drafts are poor, but the same here and there."""
     method = next(m.name for m in METHODS.values() if m.drafter == kind and m.lossless)
     prompts = [list(b"value = 1"), list(b"x")]
-    speculation = SpeculationConfig(method=method, length="fixed")
+    speculation = always(method)
     params = SamplingParams(max_tokens=10, temperature=0.8, seed=5)
     library = HeadLibrary(random_heads, model_folder, runner)
     local = Engine(ModelTarget(runner), heads=library)
@@ -201,7 +208,7 @@ def test_compression_costs_hardly_any_acceptance(method: str) -> None:
     lost or a wrong scale costs more than half of what drafts add.
     """
     params = params_of(max_tokens=64)
-    speculation = SpeculationConfig(method=method, length="fixed")
+    speculation = always(method)
     lengths, sizes = {}, {}
     for encoding in ENCODINGS:
         with from_afar(method, encoding) as (engine, _, _):

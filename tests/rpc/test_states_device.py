@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
 from paceline.deployments.gateway import Relay
 from paceline.deployments.lease import Endpoint, Lease, Unleased
@@ -35,7 +34,7 @@ from paceline.rpc.states import StatesCodec, StatesInbox
 from paceline.target import ModelTarget
 from paceline.types import Need, StatesLayout
 from tests.rpc.serving import eventually, serving
-from tests.rpc.test_states import TRAINED, ar, beside_the_target, demo, params_of, prompts
+from tests.rpc.test_states import TRAINED, always, ar, beside_the_target, demo, params_of, prompts
 
 SIZE = 160  # of a state of the demo target
 
@@ -67,7 +66,7 @@ def server() -> Iterator[RpcServer]:
 def device(method: str, *servers: str, **options: Any) -> DeviceClient:
     return DeviceClient(
         servers, {METHODS[method].drafter: head_of(method)},
-        speculation=SpeculationConfig(method=method, length="fixed"),
+        speculation=always(method),
         modes=(Mode.DEVICE,),
         **options,
     )  # fmt: skip

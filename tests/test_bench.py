@@ -257,6 +257,7 @@ class Remembering(LocalBackend):
         return False
 
 
+@pytest.mark.slow
 def test_no_run_profits_from_another_one_of_the_same_prompts(target: Path, questions: Path) -> None:
     row = "suffix_decoding:length=fixed"
 
@@ -400,6 +401,7 @@ def test_limit_and_long_prompts(target: Path, tmp_path: Path) -> None:
 # --- synthetic acceptance ------------------------------------------------------------------------
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     "rate", [0.7, *(pytest.param(end, marks=pytest.mark.slow) for end in (0.0, 1.0))]

@@ -314,6 +314,7 @@ def test_tolerance_is_exact_at_beta_1_or_tau_0(params: SamplingParams) -> None:
         assert verdict(Tolerance(3, 0.0), p, draft, params) == expected
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("params", [GREEDY, AT_ONE])
 @pytest.mark.parametrize("knob", ["beta", "tau"])
 def test_tolerance_accepts_more_with_larger_knobs(knob: str, params: SamplingParams) -> None:

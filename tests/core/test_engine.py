@@ -640,6 +640,7 @@ def test_a_tree_cannot_slip_through_a_rule_for_chains(
 # --- leaks -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_many_random_sessions(tiny_folder: Path) -> None:
     small = small_engine(
         tiny_folder, kv_tokens=700, limits=EngineLimits(max_sessions=7, prefill_chunk=24)

@@ -245,6 +245,7 @@ def test_each_layer_computes_an_accepted_token_once(
     assert accepted, "a draft that is never right shows nothing"
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["chain", "tree", "del"])
 def test_drafting_and_verifying_together_compute_what_verifying_alone_would(
@@ -263,6 +264,7 @@ def test_drafting_and_verifying_together_compute_what_verifying_alone_would(
     assert drafts > 3
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_no_layer_reads_keys_that_it_has_not_written(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch

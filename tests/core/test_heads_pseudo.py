@@ -442,6 +442,7 @@ def tiny_engine(folder: Path, heads: Path, kv_tokens: int = 600) -> Engine:
     )
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("nodes", [1, 2, 5, 40])
 def test_exact_at_the_end_of_the_context_with_any_size(

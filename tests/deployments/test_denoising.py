@@ -140,6 +140,7 @@ def test_the_catalogue_lists_every_schedule_and_says_which_are_static() -> None:
         assert schedule.paper in DIFFUSION_METHODS[name].paper
 
 
+@pytest.mark.slow
 async def test_every_schedule_beside_all_others_writes_the_librarys_text(
     engine: DiffusionEngine,
 ) -> None:
@@ -212,6 +213,7 @@ async def test_a_text_comes_block_by_block(engine: DiffusionEngine) -> None:
     assert {event.num_accepted for event in running.events} == {0}
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_a_text_goes_on_behind_committed_blocks(
     engine: DiffusionEngine, temperature: float
@@ -477,6 +479,7 @@ def test_the_default_is_the_model_that_ships_and_the_static_schedule(speculation
 # --- counters -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_counters_say_what_the_loop_did(engine: DiffusionEngine) -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     fast = SpeculationConfig(method="freedave")

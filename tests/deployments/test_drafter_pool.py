@@ -46,6 +46,7 @@ def _replicas(deployment: str) -> list[dict[str, Any]]:
     return replicas
 
 
+@pytest.mark.slow
 def test_drafters_that_are_added_get_sessions(gateway: str, ar: AR) -> None:
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(SESSIONS)]
     expected = ar(prompts, PARAMS)

@@ -164,6 +164,7 @@ def test_a_device_goes_on_exactly_where_numerics_are_the_same(
         assert not client.result.numerics_changed
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_device_does_not_go_on_with_other_numerics(
     replicas: Replicas, folder: Path, mode: Mode

@@ -141,7 +141,7 @@ def test_the_self_check_finds_the_fastest_right_strategy(kind: str, load: Load) 
         assert runner.kv_capacity == 16 * CONTEXT_LENGTH
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(2, slow=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunked_prefill_and_decoding_equal_the_models_own_forward(kind: str, load: Load) -> None:
     runner, ids = load(kind), tokens(40)

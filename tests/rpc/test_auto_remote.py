@@ -79,6 +79,7 @@ def test_it_chooses_among_both_and_keeps_the_tokens(temperature: float) -> None:
         assert not any(s.stats.drafter_lost for s in found)
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_sessions_go_on_without_a_drafter(sent: signal.Signals) -> None:
     params = SamplingParams(max_tokens=80, ignore_eos=True)

@@ -153,6 +153,7 @@ def refrain(token_ids: list[int]) -> int:
     return 45 if place % 97 == 0 else place % 40
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("method", ["prompt_lookup", "copyspec", "sam_decoding"])
 def test_drafters_that_copy_go_ahead(method: str) -> None:
     """Further along the copy; a wrong guess does not change what they find afterwards."""

@@ -17,6 +17,7 @@ from tests.modelzoo import make_model
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(240)]
 
 
+@pytest.mark.slow
 def test_nodes_measure_rows_and_the_job_writes_them(
     ray_here: None, zoo: Path, tmp_path: Path
 ) -> None:

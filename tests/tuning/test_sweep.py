@@ -106,6 +106,7 @@ def test_a_tracker_that_is_not_installed_is_named_at_once(
     assert not (tmp_path / "sweep").exists()
 
 
+@pytest.mark.slow
 def test_a_drafter_in_an_actor_of_its_own(ray_here: None, tmp_path: Path) -> None:
     space = small(space={"method": "draft_model", "length": "fixed", "topology": ["actors"]})
     results = Results(str(tmp_path))
@@ -117,6 +118,7 @@ def test_a_drafter_in_an_actor_of_its_own(ray_here: None, tmp_path: Path) -> Non
     assert actors.metrics.mean_accepted_length > 1.5  # it did draft
 
 
+@pytest.mark.slow
 def test_a_grid_is_measured_in_full_but_for_what_the_target_refuses(
     ray_here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

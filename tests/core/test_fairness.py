@@ -182,6 +182,7 @@ def test_tenants_with_as_much_work_share_every_step(
     assert watch.num_steps <= 405
 
 
+@pytest.mark.alone
 def test_shares_of_the_demo_pair_in_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load_engine(limits=EngineLimits(max_sessions=64))
     speculation = SpeculationConfig(method="draft_model")

@@ -164,7 +164,7 @@ def test_a_cold_start_takes_thirty_seconds(image: Image) -> None:
         pytest.skip("it would be loaded on the CPU as well")
     grpc, http = free_port(), free_port()
     (config,) = image.root.glob(
-        "opt/venv/lib/*/site-packages/paceline/deployments/configs/smollm2*"
+        "opt/venv/lib/*/site-packages/paceline/deployments/configs/smollm2.yaml"
     )
     command = image.command(
         "paceline", "up", "--foreground", "--config", f"/{config.relative_to(image.root)}",

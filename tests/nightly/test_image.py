@@ -92,7 +92,7 @@ def image(
 ) -> Iterator[Image]:
     target: str = request.param
     if target != "cpu" and not os.environ.get("PACELINE_GPU_IMAGES"):
-        pytest.skip("PACELINE_GPU_IMAGES=1 builds it: packages of 3 GB (cuda) and 9 GB (vllm)")
+        pytest.skip("PACELINE_GPU_IMAGES=1 builds it, with 25 (cuda) or 45 GB of disk (vllm)")
     folder = tmp_path_factory.mktemp("image")
     places = [f"--root={folder}/store", f"--runroot={folder}/run"]
 

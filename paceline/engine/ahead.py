@@ -68,6 +68,8 @@ class DraftingAhead(Drafting):
 
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[Draft]:
         self._beside, self._went = set(), set()
+        if not self._guesses and not any(budget.beside for budget in budgets):
+            return super().propose(sessions, budgets)
         drafts = [EMPTY_DRAFT] * len(sessions)
         asking: list[int] = []
         for i, (session, budget) in enumerate(zip(sessions, budgets, strict=True)):
@@ -94,7 +96,7 @@ class DraftingAhead(Drafting):
     def ahead(self, sessions: Sequence[Session], drafts: Sequence[Draft]) -> Iterator[None]:
         """Context in which the target verifies; ends when the thread has drafted, too."""
         going: dict[str, _Guess] = {}
-        for session, draft in zip(sessions, drafts, strict=True):
+        for session, draft in zip(sessions, drafts, strict=True) if self._beside else ():
             room = session.remaining - draft.num_nodes - 2
             if session.session_id in self._beside and is_chain(draft.parent_indices) and room > 0:
                 seen = copy(session)
@@ -130,6 +132,9 @@ class DraftingAhead(Drafting):
 
     def observe(self, sessions: Sequence[Session], outcomes: Sequence[Outcome]) -> None:
         """As :meth:`Drafting.observe`; drafters that have seen a guess look at the tokens only."""
+        if not self._went:
+            super().observe(sessions, outcomes)
+            return
         told = [i for i, s in enumerate(sessions) if s.session_id not in self._went]
         super().observe([sessions[i] for i in told], [outcomes[i] for i in told])
 

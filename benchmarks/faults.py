@@ -4,8 +4,9 @@ Two targets, a drafter and two gateways are processes; links that can break conn
 generate all the time, and every answer is compared with what the model generates alone. Each fault
 kills or stops a process, breaks a link, or makes a clock jump. What dies is started again.
 
-    python benchmarks/faults.py --faults 60
-    python benchmarks/faults.py --faults 10000 --out faults.jsonl --figure docs/figures/faults.png
+    python -m benchmarks.faults --faults 60
+    python -m benchmarks.faults --faults 10000 --out faults.jsonl --figure docs/figures/faults.png
+    python -m benchmarks.faults --read night1.jsonl night2.jsonl --figure docs/figures/faults.png
 
 It fails when a token was lost or changed. The relay stands here without Ray Serve, which takes
 seconds more to start a replica again; ``tests/deployments/test_recovery.py`` has it with.
@@ -16,11 +17,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -35,12 +36,11 @@ from paceline.config import SpeculationConfig
 from paceline.rpc.client import Client
 from paceline.sampling import SamplingParams
 
-ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ("def read(path):\n", "class Stack:\n    ", "import os\n", "for i in range(")
 PARAMS = SamplingParams(max_tokens=160, ignore_eos=True, temperature=0.8, seed=7)
 METHOD = SpeculationConfig(method="draft_model", length="fixed")
 START_S = 120.0
-SETTLE_S = (0.3, 1.5)
+SETTLE_S = (0.1, 0.7)
 """Seconds from one fault to the next."""
 
 
@@ -125,10 +125,29 @@ async def _serve_gateway(port: int, targets: Sequence[str]) -> None:
     await server.server.wait_for_termination()
 
 
+_SERVE: dict[str, Callable[..., Any]] = {
+    "target": _serve_target, "drafter": _serve_drafter, "gateway": _serve_gateway,
+}  # fmt: skip
+
+
+def _run_role(role: str, port: int, *upstream: Any) -> None:
+    _jump_on_signal()
+    asyncio.run(_SERVE[role](port, *upstream))
+
+
+# Forked from a process that has imported everything: a fault then costs a load of the weights
+# instead of seconds of imports, so that a night has ten thousand of them.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(
+    ["paceline.engine", "paceline.loading", "paceline.rpc.server", "paceline.rpc.drafter_pool",
+     "paceline.rpc.draft_service", "paceline.deployments.gateway"]
+)  # fmt: skip
+
+
 class Process:
     """One of the servers, at a port that it keeps."""
 
-    def __init__(self, role: str, *arguments: str) -> None:
+    def __init__(self, role: str, *arguments: Any) -> None:
         self.role = role
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -138,16 +157,15 @@ class Process:
         self.start()
 
     def start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.faults", "--role", self.role,
-             "--port", str(self.port), *self._arguments],
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        self._process = _FORKS.Process(
+            target=_run_role, args=(self.role, self.port, *self._arguments), daemon=True
+        )
+        self._process.start()
 
     @property
     def is_up(self) -> bool:
         """Whether it lives and takes connections."""
-        if self._process.poll() is not None:
+        if not self._process.is_alive():
             return False
         with socket.socket() as probe:
             probe.settimeout(1.0)
@@ -156,16 +174,17 @@ class Process:
     def wait_up(self) -> None:
         end = time.monotonic() + START_S
         while not self.is_up:
-            if time.monotonic() > end or self._process.poll() is not None:
+            if time.monotonic() > end or not self._process.is_alive():
                 raise RuntimeError(f"{self.role} at {self.address} does not start")
             time.sleep(0.1)
 
     def signal(self, number: int) -> None:
-        self._process.send_signal(number)
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait(10)
+        self._process.join(10)
 
 
 # --- the clients --------------------------------------------------------------------------------
@@ -249,10 +268,10 @@ class World:
         self.draw = random.Random(seed)
         self.drafter = Process("drafter")
         self.to_drafter = stack.enter_context(Netem(self.drafter.address))
-        self.targets = [Process("target", "--upstream", self.to_drafter.address) for _ in range(2)]
+        self.targets = [Process("target", self.to_drafter.address) for _ in range(2)]
         self.to_targets = [stack.enter_context(Netem(each.address)) for each in self.targets]
         upstream = [each.address for each in self.to_targets]
-        self.gateways = [Process("gateway", "--upstream", *upstream) for _ in range(2)]
+        self.gateways = [Process("gateway", upstream) for _ in range(2)]
         # As a load balancer does, it sends new connections to a gateway that is there.
         self.front = stack.enter_context(Netem(self.gateways[0].address))
         self.processes = [self.drafter, *self.targets, *self.gateways]
@@ -372,6 +391,19 @@ def draw_figure(gaps: dict[str, list[float]], out: Path) -> None:
     figure.savefig(out, dpi=80)
 
 
+def read(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """The faults of earlier runs, and one record that sums all of them up."""
+    total: dict[str, Any] = {"sessions": 0, "tokens": 0, "wrong": [], "stuck": 0}
+    for file in files:
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            if "fault" in record:
+                yield record
+            else:
+                total = {key: total[key] + record[key] for key in total}
+    yield total
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--faults", type=int, default=60)
@@ -379,25 +411,19 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a line of JSON for each fault")
+    parser.add_argument("--read", type=Path, nargs="+", help="such files, in place of a run")
     parser.add_argument("--figure", type=Path, help="PNG of the distribution of the gaps")
-    parser.add_argument("--role", choices=["target", "drafter", "gateway"], help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--upstream", nargs="*", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.role:
-        _jump_on_signal()
-        serve: Any = {
-            "target": lambda: _serve_target(options.port, *options.upstream),
-            "drafter": lambda: _serve_drafter(options.port),
-            "gateway": lambda: _serve_gateway(options.port, options.upstream),
-        }[options.role]
-        asyncio.run(serve())
-        return
     gaps: dict[str, list[float]] = {}
     last: dict[str, Any] = {}
     with ExitStack() as stack:
         out = None if options.out is None else stack.enter_context(options.out.open("w"))
-        for last in run(options.faults, options.clients, options.seed, options.kinds):
+        records = (
+            run(options.faults, options.clients, options.seed, options.kinds)
+            if options.read is None
+            else read(options.read)
+        )
+        for last in records:
             if "fault" in last:
                 gaps.setdefault(last["fault"], []).append(last["gap_s"])
             if out is not None:

@@ -1,15 +1,19 @@
-"""Prompts go to the target that has their beginning in its prefix cache, unless that one is busy.
+"""Which target a session goes to: one that has read its prompt's beginning, and no standby.
 
 The gateway remembers which replica read which beginnings (:class:`PrefixTable`), and prefers the
 one that read the longest. Serve routes there (:class:`AffinityRouter`), unless that replica has too
 many sessions more than another one. Gateways do not share their tables: a prompt that comes through
 another gateway may be read once more.
+
+With ``target.standby`` some replicas get sessions only while another one is gone or full. Gateways
+agree on which, without a word: those whose ids sort last.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -31,6 +35,8 @@ MOST_STEPS = 256
 MOST_KEYS = 65_536
 SLACK = 4
 """How many sessions more than the least busy replica the preferred one may have."""
+MISSING_S = 120.0
+"""Seconds after which fewer replicas are the new number, and none is starting."""
 
 
 def prefix_keys(prompt: bytes, scope: str = "") -> tuple[bytes, ...]:
@@ -100,25 +106,47 @@ class AffinityRouter(LocalityMixin, RequestRouter):
     The caller names the preferred replica by its unique id in the keyword argument ``prefer``.
     """
 
+    _standby = 0
+    _num_replicas = 0  # the most that there were lately
+    _seen_at = 0.0
+
+    def initialize_state(self, standby: int = 0) -> None:
+        """Serve calls this with the ``request_router_kwargs``.
+
+        Args:
+            standby: how many replicas get sessions only while another one is gone or full.
+        """
+        self._standby = standby
+
+    def _active(self, replicas: list[RunningReplica]) -> list[RunningReplica]:
+        """Those that are not on standby now."""
+        now = time.monotonic()
+        if len(replicas) >= self._num_replicas or now - self._seen_at > MISSING_S:
+            self._num_replicas, self._seen_at = len(replicas), now
+        replicas = sorted(replicas, key=lambda each: each.replica_id.unique_id)
+        return replicas[: max(1, self._num_replicas - self._standby)]
+
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """The ranks of replicas among which Serve chooses: it takes the first that has room."""
-        if pending_request is None:
-            candidates = candidate_replicas
-        else:
+        active = self._active(candidate_replicas)
+        candidates = active
+        if pending_request is not None:
             near = self.apply_locality_routing(pending_request=pending_request)
-            candidates = [each for each in candidate_replicas if each.replica_id in near]
+            candidates = [each for each in active if each.replica_id in near] or active
         usual = random.sample(candidates, min(2, len(candidates)))
+        standby = [each for each in candidate_replicas if each not in active]
         wanted = "" if pending_request is None else pending_request.kwargs.get("prefer", "")
-        preferred = [each for each in candidate_replicas if each.replica_id.unique_id == wanted]
+        preferred = [each for each in active if each.replica_id.unique_id == wanted]
+        ranks = [usual, standby] if standby else [usual]
         if not preferred or not usual:
-            return [usual]
+            return ranks
         lengths = {
             each.replica_id: self.replica_queue_len_cache.get(each.replica_id) or 0
-            for each in candidate_replicas
+            for each in active
         }
         busy = lengths[preferred[0].replica_id] > min(lengths.values()) + SLACK
-        return [usual] if busy else [preferred, usual]
+        return ranks if busy else [preferred, *ranks]

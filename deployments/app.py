@@ -68,7 +68,9 @@ def _target(
     router = "paceline.deployments.affinity:AffinityRouter"
     return TargetDeployment.options(
         name=TARGET,
-        request_router_config=RequestRouterConfig(request_router_class=router),
+        request_router_config=RequestRouterConfig(
+            request_router_class=router, request_router_kwargs={"standby": config.target.standby}
+        ),
         **_num_replicas(config, config.target),
         max_replicas_per_node=1 if config.direct.enabled and config.direct.port else None,
         # The engine refuses what exceeds its limits, with a reason; Serve would queue it. A full

@@ -289,6 +289,13 @@ class TargetConfig(_GpuReplicas):
         description="Prefer the replica that has read the beginning of a prompt before, unless it "
         "is busier than others; false: only load decides.",
     )
+    standby: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="How many of the replicas take sessions only while another one is gone or "
+        "full: loaded and warm, so that sessions go on without waiting for a process to start.",
+    )
     numerics: Literal["fastest", "portable"] = Field(
         "fastest",
         description="portable: logits have the same bits on any processor, so that sessions may "
@@ -998,6 +1005,7 @@ def read_config_file(path: str | Path) -> ConfigFile:
         raise InvalidArgument("applications[0].args", args, "a mapping")
     args = _with_numbers(args, application.get("deployments"))
     config = parse_config(args)
+    _check_standby(config.target)
     return ConfigFile(
         path=path,
         name=str(application.get("name", "paceline")),
@@ -1039,6 +1047,17 @@ def _with_numbers(args: dict[str, Any], deployments: Any) -> dict[str, Any]:
         block = {**(args.get(name) or {}), "num_replicas": deployment.get("num_replicas")}
         args = {**args, name: block}
     return args
+
+
+def _check_standby(target: TargetConfig) -> None:
+    """Not a validator: Serve may build from ``args`` without the numbers of replicas."""
+    scaling = target.autoscaling
+    fewest = target.num_replicas if scaling is None else scaling.min_replicas
+    if target.standby and target.standby >= fewest:
+        name = "num_replicas" if scaling is None else "autoscaling.min_replicas"
+        raise InvalidArgument(
+            "target.standby", target.standby, f"fewer than target.{name}, {fewest}"
+        )
 
 
 def _policy(given: Any, config: DeploymentConfig) -> AutoscalingPolicy | None:

@@ -11,6 +11,7 @@ from ray.serve._private.common import DeploymentID  # a ReplicaID takes one
 from ray.serve.request_router import ReplicaID
 
 from paceline.deployments.affinity import (
+    MISSING_S,
     MOST_STEPS,
     SLACK,
     STEP_BYTES,
@@ -73,30 +74,44 @@ def test_token_ids_and_texts_of_every_request_have_keys() -> None:
 # --- Serve's router -------------------------------------------------------------------------------
 
 
-def choose(lengths: dict[str, int | None], prefer: str) -> list[list[str]]:
-    """The ranks of replicas with these queues, as Serve knows them."""
+def _router(lengths: dict[str, int | None]) -> Any:
+    """Of replicas with these queues, as Serve knows them."""
     deployment_id = DeploymentID(name="target")
-    replicas = [
-        SimpleNamespace(replica_id=ReplicaID(name, deployment_id), max_ongoing_requests=64)
-        for name in lengths
-    ]
 
     class Queues:
         def get(self, replica_id: Any) -> int | None:
-            return lengths[replica_id.unique_id]
+            return router.lengths[replica_id.unique_id]
 
     class Router(AffinityRouter):
-        def __init__(self) -> None:
-            """Without Serve."""
-
         replica_queue_len_cache = Queues()  # type: ignore[assignment]
 
-        def apply_locality_routing(self, pending_request: Any = None) -> Any:
-            return [replica.replica_id for replica in replicas]
+        def __init__(self) -> None:
+            """Without Serve."""
+            self.lengths = lengths
 
-    request: Any = SimpleNamespace(kwargs={"prefer": prefer} if prefer else {})
-    ranks = asyncio.run(Router().choose_replicas(replicas, request))  # type: ignore[arg-type]
+        @property
+        def replicas(self) -> list[Any]:
+            return [
+                SimpleNamespace(replica_id=ReplicaID(name, deployment_id), max_ongoing_requests=64)
+                for name in self.lengths
+            ]
+
+        def apply_locality_routing(self, pending_request: Any = None) -> Any:
+            return [replica.replica_id for replica in self.replicas]
+
+    router = Router()
+    return router
+
+
+def _ranks(router: Any, prefer: str) -> list[list[str]]:
+    request = SimpleNamespace(kwargs={"prefer": prefer} if prefer else {})
+    ranks = asyncio.run(router.choose_replicas(router.replicas, request))
     return [[each.replica_id.unique_id for each in rank] for rank in ranks]
+
+
+def choose(lengths: dict[str, int | None], prefer: str) -> list[list[str]]:
+    """The ranks of replicas with these queues."""
+    return _ranks(_router(lengths), prefer)
 
 
 def test_the_preferred_replica_comes_first_unless_it_is_busier_than_others() -> None:
@@ -119,3 +134,37 @@ def test_a_lone_replica_is_chosen() -> None:
     assert choose({"a": 3}, "") == [["a"]]
     assert choose({"a": 3}, "a") == [["a"], ["a"]]
     assert choose({}, "a") == [[]]
+
+
+class Replicas:
+    """What Serve's router of one gateway chooses, as replicas come and go."""
+
+    def __init__(self, standby: int) -> None:
+        self.router = _router({})
+        self.router.initialize_state(standby=standby)
+
+    def ranks(self, *names: str, prefer: str = "") -> list[set[str]]:
+        self.router.lengths = dict.fromkeys(names, 0)
+        return [set(rank) for rank in _ranks(self.router, prefer)]
+
+
+def test_a_replica_on_standby_gets_only_what_others_have_no_room_for() -> None:
+    """In every gateway the same one, whatever the order in which it knows them."""
+    assert Replicas(1).ranks("b", "a", "c") == Replicas(1).ranks("c", "b", "a") == [{"a", "b"}, {"c"}]
+    assert Replicas(2).ranks("b", "a", "c") == [{"a"}, {"b", "c"}]
+    assert Replicas(1).ranks("b", "a", prefer="a") == [{"a"}, {"a"}, {"b"}]
+    assert Replicas(1).ranks("b", "a", prefer="b") == [{"a"}, {"b"}], "it read a prompt long ago"
+    assert Replicas(5).ranks("b", "a") == [{"a"}, {"b"}], "one is always there"
+
+
+def test_a_standby_takes_the_place_of_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("paceline.deployments.affinity.time.monotonic", lambda: now)
+    replicas = Replicas(1)
+    assert replicas.ranks("a", "b", "c") == [{"a", "b"}, {"c"}]
+    assert replicas.ranks("b", "c") == [{"b", "c"}]
+    now = MISSING_S / 2
+    assert replicas.ranks("b", "c", "d") == [{"b", "c"}, {"d"}]
+    assert replicas.ranks("c", "d") == [{"c", "d"}]
+    now += MISSING_S + 1  # none has come: there are to be two now
+    assert replicas.ranks("c", "d") == [{"c"}, {"d"}]

@@ -220,6 +220,12 @@ def test_wrong_file_keys_are_named(tmp_path: Path, change: dict[str, Any], field
         ({"arg": {}}, "applications[0].arg"),
         ({"args": [1]}, "applications[0].args"),
         ({"args": {"topologi": 1}}, "topologi"),
+        ({"args": {"target": {"standby": 1}}}, "target.standby"),
+        ({"args": {"target": {"num_replicas": 2, "standby": 2}}}, "target.standby"),
+        (
+            {"args": {"target": {"standby": 1, "num_replicas": 2, "autoscaling": {}}}},
+            "target.standby",
+        ),
         ({"autoscaling_policy": {"policy_function": "os:system"}}, f"{POLICY}.policy_function"),
         ({"autoscaling_policy": {"function": 1}}, f"{POLICY}.function"),
         (

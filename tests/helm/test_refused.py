@@ -21,6 +21,8 @@ speculation: {method: eagle9} # '/speculation/method': value must be one of 'ar'
 drafter: {method: longspec} # '/drafter/method'
 target: {autoscaling: {min_replicas: 3, max_replicas: 2}} # target.autoscaling.max_replicas: got 2, expected at least min_replicas, 3
 target: {autoscaling: {min_replicas: 5}} # target.autoscaling.max_replicas: got 4, expected at least min_replicas, 5
+target: {standby: 1} # target.standby: got 1, expected fewer than target.num_replicas, 1
+target: {num_replicas: 3, standby: 2, autoscaling: {min_replicas: 2}} # target.standby: got 2, expected fewer than target.autoscaling.min_replicas, 2
 gateway: {autoscaling: {min_replicas: 3, max_replicas: 2}} # gateway.autoscaling.max_replicas: got 2
 drafter: {autoscaling: {min_replicas: 2, max_replicas: 1}} # drafter.autoscaling.max_replicas: got 1
 engine: vllm, vllm: {tensor_parallel_size: 2} # vllm.tensor_parallel_size: got 2, expected at most the GPUs

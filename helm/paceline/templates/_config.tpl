@@ -124,6 +124,16 @@ file. Empty for the demo pair. */}}
 {{- else -}}
   {{- $_ := set $args "data_plane_tls" (dict "cert" "/etc/paceline/replica-tls/tls.crt" "key" "/etc/paceline/replica-tls/tls.key" "ca" "/etc/paceline/replica-tls/ca.crt" "server_name" "paceline-replica") -}}
 {{- end -}}
+{{- $fewest := int $args.target.num_replicas -}}
+{{- $which := "num_replicas" -}}
+{{- with $args.target.autoscaling -}}
+  {{- $fewest = int (get . "min_replicas" | default 1) -}}
+  {{- $which = "autoscaling.min_replicas" -}}
+{{- end -}}
+{{- $standby := int $args.target.standby -}}
+{{- if and $standby (ge $standby $fewest) -}}
+  {{- fail (printf "target.standby: got %d, expected fewer than target.%s, %d" $standby $which $fewest) -}}
+{{- end -}}
 {{- /* Serve replaces all replicas when args change, and none when only these numbers change. */ -}}
 {{- $numbers := list -}}
 {{- range $role := ternary (list "target" "drafter" "gateway") (list "target" "gateway") (eq $args.topology "actors") -}}

@@ -5,8 +5,8 @@ own) and the honest client are three processes. Client and attacker know nothing
 messages. Calm and attacked windows take turns, so that a busy machine slows both. It fails when the
 target dies, or when the honest client gets another token than before.
 
-    python benchmarks/attacks.py
-    python benchmarks/attacks.py --attacks chain hidden --seconds 10
+    python -m benchmarks.attacks
+    python -m benchmarks.attacks --attacks chain hidden --seconds 10
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
@@ -69,10 +71,14 @@ ATTACKS: dict[str, Make] = {
     "committed ids": lambda i: _ask(committed_token_ids=[1] * 4_000_000),
     "prompt text": lambda i: _ask(text="x y" * 1_380_000),
     "logit biases": lambda i: _sampled(logit_bias={n: n - 1e9 for n in range(6000)}),
-    "strangers": lambda i: _ask(),  # see _attack
+    # These differ in more than the message: see _Attacker.
+    "watches": lambda i: _ask(),
+    "made-up methods": lambda i: _ask(),
     "unread": lambda i: _sampled(max_tokens=1),
 }
 NUM_UNREAD = 160
+MANY = 64
+"""Calls at a time of a flood."""
 
 
 def _serve() -> None:
@@ -93,44 +99,72 @@ def _serve() -> None:
     asyncio.run(run())
 
 
+class _Attacker:
+    """One hostile client: each call of :meth:`once` is one more attack."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.answers: Counter[str] = Counter()
+        options: list[tuple[str, int]] = [("grpc.max_send_message_length", 2**23)]
+        if name == "unread":  # every byte of an answer waits until it is asked for
+            options += [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]
+        self._channel = grpc.insecure_channel(address, options)
+        self._generate = generate_pb2_grpc.GenerateServiceStub(self._channel).Generate
+        self._watch = health_pb2_grpc.HealthStub(self._channel).Watch
+        self._make = ATTACKS[name]
+        self._kept: list[Any] = []
+        special = {
+            "watches": self._watch_on, "made-up methods": self._flood,
+            "unread": self._leave_unread,
+        }  # fmt: skip
+        self._do = special.get(name, self._ask)
+        self._number = 0
+
+    def once(self) -> None:
+        self._number += 1
+        try:
+            self._do()
+            self.answers["OK"] += 1
+        except grpc.RpcError as error:
+            self.answers[error.code().name] += 1
+
+    def _ask(self) -> None:
+        list(self._generate(self._make(self._number), timeout=60))
+
+    def _watch_on(self) -> None:
+        self._kept.append(self._watch(health_pb2.HealthCheckRequest()))
+        next(self._kept[-1])
+
+    def _flood(self) -> None:
+        calls = [
+            self._channel.unary_unary(f"/{'x' * 7000}.{self._number}/{n}").future(b"", timeout=60)
+            for n in range(MANY)
+        ]
+        self.answers.update(call.code().name for call in calls[1:])
+        calls[0].result()
+
+    def _leave_unread(self) -> None:
+        self._kept.append(self._generate(self._make(self._number)))
+        if len(self._kept) > NUM_UNREAD:
+            self._kept.pop(0).cancel()
+            time.sleep(0.01)
+
+
 def _attack(name: str, address: str) -> None:
     """Attack while the lines of standard input say so; prints what it was answered."""
     os.nice(19)
-    answers: Counter[str] = Counter()
-    options: list[tuple[str, int]] = [("grpc.max_send_message_length", 2**23)]
-    if name == "unread":  # every byte of an answer waits until it is asked for
-        options += [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]
-    unread: list[Any] = []
-    number = 0
-    with grpc.insecure_channel(address, options) as channel:
-        generate = generate_pb2_grpc.GenerateServiceStub(channel).Generate
-        watch = health_pb2_grpc.HealthStub(channel).Watch
-        watches = []
-        for line in sys.stdin:
-            end = time.monotonic() + float(line)
-            while time.monotonic() < end:
-                number += 1
-                try:
-                    if name == "strangers":
-                        watches.append(watch(health_pb2.HealthCheckRequest()))
-                        next(watches[-1])
-                    elif name == "unread":
-                        unread.append(generate(ATTACKS[name](number)))
-                        if len(unread) > NUM_UNREAD:
-                            unread.pop(0).cancel()
-                            time.sleep(0.01)
-                    else:
-                        list(generate(ATTACKS[name](number), timeout=60))
-                    answers["OK"] += 1
-                except grpc.RpcError as error:
-                    answers[error.code().name] += 1
-            print("done", flush=True)
-    print(json.dumps(answers), flush=True)
+    attacker = _Attacker(name, address)
+    for line in sys.stdin:
+        end = time.monotonic() + float(line)
+        while time.monotonic() < end:
+            attacker.once()
+        print("done", flush=True)
+    print(json.dumps(attacker.answers), flush=True)
 
 
 def _process(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, __file__, *arguments],
+        [sys.executable, "-m", "benchmarks.attacks", *arguments],
+        cwd=Path(__file__).resolve().parents[1],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -184,11 +218,42 @@ def _measure(name: str, address: str, seconds: float, windows: int) -> dict[str,
     return {"calm": calm, "attacked": attacked, "answers": json.loads(output)}
 
 
+@contextmanager
+def served() -> Iterator[Callable[..., dict[str, Any]]]:
+    """A target, and :func:`_measure` against it.
+
+    Raises:
+        SystemExit: the target has died.
+    """
+    target = _process("--serve")
+    assert target.stdout is not None
+    address = target.stdout.readline().strip()
+
+    def measure(name: str, seconds: float, windows: int) -> dict[str, Any]:
+        found = _measure(name, address, seconds, windows)
+        if target.poll() is not None:
+            raise SystemExit(f"{name}: the target has died")
+        return found
+
+    try:
+        yield measure
+    finally:
+        target.kill()
+        target.wait()
+
+
+def slowdown(found: dict[str, Any]) -> float:
+    """How many times as long as calm the honest client's p99 gap is under attack."""
+    calm, attacked = (quantiles(found[which], n=100)[98] for which in ("calm", "attacked"))
+    return attacked / calm
+
+
 def _row(name: str, found: dict[str, Any]) -> str:
     cells = [name, ", ".join(f"{n} {code}" for code, n in sorted(found["answers"].items()))]
     for which in ("calm", "attacked"):
-        cuts = quantiles(found[which], n=100, method="inclusive")
+        cuts = quantiles(found[which], n=100)
         cells.append(f"{cuts[49]:.1f} / {cuts[98]:.1f} / {max(found[which]):.0f}")
+    cells.append(f"{slowdown(found):.2f}")
     return "| " + " | ".join(cells) + " |"
 
 
@@ -205,18 +270,11 @@ def main() -> None:
         return _serve()
     if options.attack:
         return _attack(options.attack, options.address)
-    target = _process("--serve")
-    assert target.stdout is not None
-    address = target.stdout.readline().strip()
-    print("| attack | answers | gap calm: p50 / p99 / most, ms | attacked |\n|---|---|---|---|")
-    try:
+    print("| attack | answers | gap calm: p50 / p99 / most, ms | attacked | p99 ratio |")
+    print("|---|---|---|---|---|")
+    with served() as measure:
         for name in options.attacks:
-            print(_row(name, _measure(name, address, options.seconds, options.windows)), flush=True)
-            if target.poll() is not None:
-                raise SystemExit(f"the target died of {name!r}")
-    finally:
-        target.kill()
-        target.wait(10)
+            print(_row(name, measure(name, options.seconds, options.windows)), flush=True)
 
 
 if __name__ == "__main__":

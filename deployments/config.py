@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.batching import BatchStrategy
-from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig, keys_at
+from paceline.config import MAX_DEPTH, MAX_NODES, SpeculationConfig, refused
 from paceline.demo import DIFFUSION_DIR, TARGET_DIR
 from paceline.deployments.diffusion_plan import (
     DEFAULT_SCHEDULE,
@@ -26,6 +26,7 @@ from paceline.deployments.diffusion_plan import (
 )
 from paceline.deployments.vllm_plan import chain_plan
 from paceline.errors import InvalidArgument, ModelNotFound
+from paceline.lengths.experience import check_document
 from paceline.masked_folder import MASKED_DRAFTERS, masked_kind
 from paceline.methods import DRAFTER_PARTS, DRAFTERS, METHODS, VLLM_METHODS, Method
 from paceline.model_names import ADAPTER_NAME, default_drafter, pin_model, resolve_model
@@ -592,6 +593,11 @@ class DeploymentConfig(_Block):
         SpeculationConfig(method="auto"),
         description="Default method and knobs of requests that name none. Empty: auto.",
     )
+    experience: str | None = Field(
+        None,
+        description="What method auto, and trees of measured ranks, know before the first request: "
+        "the JSON document that a sweep writes.",
+    )
     target: TargetConfig = TargetConfig()
     drafter: DrafterConfig = DrafterConfig()
     gateway: GatewayConfig = GatewayConfig()
@@ -604,6 +610,16 @@ class DeploymentConfig(_Block):
     @classmethod
     def _auto_without_values(cls, speculation: SpeculationConfig) -> SpeculationConfig:
         return speculation if speculation.model_fields_set else SpeculationConfig(method="auto")
+
+    @field_validator("experience")
+    @classmethod
+    def _document(cls, experience: str | None) -> str | None:
+        if experience is not None:
+            try:
+                check_document(experience)
+            except InvalidArgument as error:
+                raise ValueError(f"{error.allowed} ({error.value})") from None
+        return experience
 
     @property
     def roles(self) -> list[_Replicas | OnlineConfig]:
@@ -684,12 +700,9 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
     try:
         config = DeploymentConfig.model_validate(dict(args or {}))
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        allowed = first["msg"]
-        if first["type"] == "extra_forbidden":
-            allowed = "one of the keys " + ", ".join(keys_at(DeploymentConfig, first["loc"][:-1]))
-        raise InvalidArgument(key, _shown(key, first["input"]), allowed) from None
+        found = refused(DeploymentConfig, error)
+        shown = _shown(found.field, found.value)
+        raise InvalidArgument(found.field, shown, found.allowed) from None
     config = _with_secure_ports(config)
     if config.engine == "diffusion":
         _check_diffusion(config, models_here=models_here)
@@ -1081,12 +1094,7 @@ def _policy(given: Any, config: DeploymentConfig) -> AutoscalingPolicy | None:
     try:
         return AutoscalingPolicy.model_validate(given.get("policy_kwargs") or {})
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        allowed = first["msg"]
-        if first["type"] == "extra_forbidden":
-            allowed = "one of the keys " + ", ".join(AutoscalingPolicy.model_fields)
-        raise InvalidArgument(f"{where}.policy_kwargs.{key}", first["input"], allowed) from None
+        raise refused(AutoscalingPolicy, error, f"{where}.policy_kwargs.") from None
 
 
 def _only(prefix: str, data: Mapping[Any, Any], known: set[str]) -> None:

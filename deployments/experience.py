@@ -43,23 +43,30 @@ class ExperienceFile:
     Args:
         on_engine: calls a function with the engine, between two steps, and returns its result.
         model: tells the engine's target from others.
+        first: JSON text of the document to begin with while there is no file.
     """
 
-    def __init__(self, on_engine: Callable[[_Use], dict[str, Any]], model: str) -> None:
+    def __init__(
+        self, on_engine: Callable[[_Use], dict[str, Any]], model: str, first: str | None = None
+    ) -> None:
         name = hashlib.sha256(model.encode()).hexdigest()[:32]
         self.path = cache_folder("experience") / f"{name}.json"
         self._on_engine = on_engine
+        self._first = first
         self._written = ""
         self._works = True
 
     @staticmethod
-    def of_thread(thread: EngineThread, fingerprint: str) -> ExperienceFile:
+    def of_thread(
+        thread: EngineThread, fingerprint: str, first: str | None = None
+    ) -> ExperienceFile:
         """That of an engine on a thread of its own.
 
         Args:
             fingerprint: of its target.
+            first: as of the constructor.
         """
-        return ExperienceFile(lambda use: thread.call(use).result(_TIMEOUT_S), fingerprint)
+        return ExperienceFile(lambda use: thread.call(use).result(_TIMEOUT_S), fingerprint, first)
 
     def exchange(self) -> None:
         """Learn what others have added to the file, and write what is known now.
@@ -82,7 +89,9 @@ class ExperienceFile:
             self._works = False
 
     def _read(self) -> Any:
-        """The document in the file; None if it is this replica's own, or there is none."""
+        """The document in the file, or the first one; None if this replica knows it."""
+        if not self.path.exists():
+            return None if self._first is None else json.loads(self._first)
         with contextlib.suppress(FileNotFoundError):
             if self.path.stat().st_size > LARGEST_BYTES:
                 logger.warning("%s is too large to be read, and replaced", self.path)

@@ -137,7 +137,7 @@ class TargetDeployment:
         if config.direct.enabled and self._server.verify is not None:
             await direct.start(self._server.verify)
         if config.engine == "paceline":
-            file = ExperienceFile.of_thread(engine, self._fingerprint)
+            file = ExperienceFile.of_thread(engine, self._fingerprint, config.experience)
             self._experience = asyncio.create_task(file.run())
             if learner is not None:
                 await self._learn(engine, learner, config)

@@ -15,7 +15,7 @@ from paceline.errors import InvalidArgument
 from paceline.knobs import MAX_DEPTH, MAX_NODES, Knobs
 from paceline.methods import KNOBS
 
-__all__ = ["MAX_DEPTH", "MAX_NODES", "SpeculationConfig", "keys_at", "parse_speculation"]
+__all__ = ["MAX_DEPTH", "MAX_NODES", "SpeculationConfig", "keys_at", "parse_speculation", "refused"]
 
 if TYPE_CHECKING:
 
@@ -49,6 +49,16 @@ def keys_at(schema: type[BaseModel], path: Iterable[str | int]) -> list[str]:
     return sorted(schema.model_fields)
 
 
+def refused(schema: type[BaseModel], error: ValidationError, prefix: str = "") -> InvalidArgument:
+    """The first of a schema's complaints, with its key, the value and what is allowed there."""
+    first = error.errors()[0]
+    key = prefix + ".".join(str(part) for part in first["loc"])
+    allowed = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        allowed = "one of the keys " + ", ".join(keys_at(schema, first["loc"][:-1]))
+    return InvalidArgument(key, first["input"], allowed)
+
+
 def parse_speculation(
     value: Mapping[str, Any] | None, prefix: str = "speculation"
 ) -> SpeculationConfig:
@@ -62,9 +72,4 @@ def parse_speculation(
     try:
         return SpeculationConfig.model_validate(dict(value or {}))
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            allowed = "one of the keys " + ", ".join(keys_at(SpeculationConfig, ()))
-            raise InvalidArgument(f"{prefix}.{key}", first["input"], allowed) from None
-        raise InvalidArgument(f"{prefix}.{key}", first["input"], first["msg"]) from None
+        raise refused(SpeculationConfig, error, f"{prefix}.") from None

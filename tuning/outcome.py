@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from paceline.deployments.config import IMPORT_PATH
-from paceline.tuning.results import Results, TrialRecord, best_trial, pareto_front
+from paceline.tuning.results import EXPERIENCE, Results, TrialRecord, best_trial, pareto_front
 from paceline.tuning.space import Space
 
 
@@ -15,23 +15,27 @@ def write_outcome(space: Space, results: Results) -> None:
     """Write ``best.yaml``, with several objectives ``pareto/``, and the report."""
     records = results.trials()
     objectives = space.objectives
+    experience = results.read(EXPERIENCE) if results.exists(EXPERIENCE) else None
     best = best_trial(records, objectives[0])
     if best is not None:
-        results.write("best.yaml", deployment_yaml(space, best, objectives[0]))
+        results.write("best.yaml", deployment_yaml(space, best, objectives[0], experience))
     if len(objectives) > 1:
         for record in pareto_front(records, objectives):
-            text = deployment_yaml(space, record, objectives[0])
+            text = deployment_yaml(space, record, objectives[0], experience)
             results.write(f"pareto/{record.key}.yaml", text)
     from paceline.tuning.report import write_report  # loads plotly
 
     write_report(results)
 
 
-def deployment_yaml(space: Space, record: TrialRecord, objective: str) -> str:
+def deployment_yaml(
+    space: Space, record: TrialRecord, objective: str, experience: str | None = None
+) -> str:
     """A trial's configuration, as a file for `paceline up --config`, `serve run` and the chart.
 
     Args:
         objective: the one whose ratio the file's comment gives.
+        experience: JSON text of what method ``auto`` has learnt.
     """
     model = space.document.model.model_dump(mode="json", exclude_defaults=True)
     speculation = record.point.speculation.model_dump(mode="json", exclude_defaults=True)
@@ -40,6 +44,8 @@ def deployment_yaml(space: Space, record: TrialRecord, objective: str) -> str:
         "topology": record.point.topology,
         "speculation": {"method": record.point.speculation.method, **speculation},
     }
+    if experience is not None:
+        args["experience"] = experience.strip()
     if space.document.engine == "vllm":
         vllm = space.document.vllm.model_dump(mode="json", exclude_defaults=True)
         args |= {"engine": "vllm"} | ({"vllm": vllm} if vllm else {})

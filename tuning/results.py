@@ -6,6 +6,7 @@
     trials/KEY.json   a record of each trial, written when it ends
     predictions.json  the simulator's predictions for the points of the space
     best.yaml         the fastest exact configuration, a file for `paceline up --config`
+    experience.json   what method `auto` has learnt from the prompts, which best.yaml brings along
     pareto/KEY.yaml   with several objectives: the configurations that no other one beats in all
     report.html       the pictures
     tune/             Ray Tune's own files
@@ -29,6 +30,7 @@ from paceline.errors import InvalidArgument
 from paceline.plan import resolve
 
 VERSION = 1
+EXPERIENCE = "experience.json"
 
 T = TypeVar("T")
 
@@ -205,7 +207,7 @@ class Manifest(_Value):
         objectives: names of OBJECTIVES; the first one decides.
         environment: machine, versions, commit; see paceline.bench.environment.
         num_runs: how often the sweep was started or resumed.
-        seconds: of each stage ("check", "simulation", "trials", "confirm"), over all runs.
+        seconds: of each stage ("check", "simulation", "trials", "confirm", "learn"), over all runs.
     """
 
     version: int = VERSION

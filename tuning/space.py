@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from paceline.bench.prompts import Prompt, builtin_prompts, limit_per_category
 from paceline.bench.suites import read_prompts
 from paceline.chat import template_of
-from paceline.config import SpeculationConfig, keys_at, parse_speculation
+from paceline.config import SpeculationConfig, parse_speculation, refused
 from paceline.deployments.config import ModelConfig, VllmConfig
 from paceline.deployments.vllm_plan import chain_plan
 from paceline.errors import InvalidArgument, ModelNotFound, PacelineError
@@ -447,12 +447,7 @@ def parse_space(data: Mapping[str, Any], *, source: str = "", folder: Path | Non
     try:
         document = _Document.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        allowed = first["msg"]
-        if first["type"] == "extra_forbidden":
-            allowed = "one of the keys " + ", ".join(keys_at(_Document, first["loc"][:-1]))
-        raise InvalidArgument(name, first["input"], allowed) from None
+        raise refused(_Document, error) from None
     document = _with_paths(document, folder)
     space = Space(document, _parse_choices(document), source)
     _check_objectives(space)

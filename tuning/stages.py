@@ -1,7 +1,7 @@
 """The stages of a sweep, from its checked space to its report.
 
 Check every node, record traces and simulate the space, measure trials with Ray Tune, measure the
-best ones once more side by side, write ``best.yaml`` and the report.
+best ones once more side by side, let method ``auto`` learn, write ``best.yaml`` and the report.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.console import Console
 from paceline.errors import InvalidArgument
 from paceline.tuning.nodes import TrialCluster, get
 from paceline.tuning.outcome import write_outcome
-from paceline.tuning.results import Manifest, Metrics, PredictedResult, Results
+from paceline.tuning.results import EXPERIENCE, Manifest, Metrics, PredictedResult, Results
 from paceline.tuning.space import Space, SweepError
 from paceline.tuning.tuner import check_trackers, run_trials
 
@@ -103,6 +103,9 @@ class Sweep:
                 self._search()
             with self._timed("confirm"):
                 self._confirm()
+            if self.space.document.engine == "paceline" and not self.results.exists(EXPERIENCE):
+                with self._timed("learn"):
+                    self._learn()
             state = "finished"
         except KeyboardInterrupt:
             state = "interrupted"
@@ -286,6 +289,15 @@ class Sweep:
             refused = self.space.document.constraints.broken_by(metrics)
             changes = {"confirmed": metrics, "refused": refused}
             self.results.save_trial(record.model_copy(update=changes))
+
+
+    def _learn(self) -> None:
+        """Let method ``auto`` learn from the prompts, for the deployment of the result."""
+        from paceline.tuning.trial import learn
+
+        self._say("method auto learns from the prompts ...")
+        answer = self._cluster.submit(learn, self._work(), max_retries=1)
+        self.results.write(EXPERIENCE, get(answer, "method auto could not learn") + "\n")
 
 
 def result_url(space: Space, result: str | None, resume: bool) -> str:

@@ -6,6 +6,7 @@ known so far. An actor is used again for the next trial, so that models are load
 
 from __future__ import annotations
 
+import json
 import logging
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from paceline.bench.backends import LocalBackend
 from paceline.bench.environment import describe_environment
 from paceline.bench.prompts import Prompt
+from paceline.config import SpeculationConfig
 from paceline.deployments.config import DeploymentConfig, parse_config
 from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument, PacelineError
+from paceline.lengths.experience import experience_of
 from paceline.loading import limit_threads, load_drafter, load_engine
 from paceline.request import Request
 from paceline.rpc.draft_service import DraftServicer
@@ -40,6 +43,8 @@ from paceline.tuning.traces import record
 from paceline.tuning.vllm import VllmBackend
 
 DRAFTER_TIMEOUT_S = 60.0
+LEARNING_PASSES = 2
+"""How often method ``auto`` decodes the prompts to learn from them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +363,24 @@ def simulate(work: Work, points: Sequence[str], told: Queue) -> list[str]:
         costs = measure_costs(engine, configs, prompts, params, **common, progress=telling("costs"))
         simulator = Simulator(traces, costs, space.ar.dtype)
         return [each.model_dump_json(exclude_defaults=True) for each in simulator.predict_all(here)]
+    finally:
+        models.close()
+
+
+def learn(work: Work) -> str:
+    """Decode the prompts with method ``auto``.
+
+    Returns:
+        What it has learnt, as JSON text (:meth:`Experience.document`).
+    """
+    models = Models(work)
+    try:
+        backend, auto = LocalBackend(models.baseline), SpeculationConfig(method="auto")
+        for _ in range(LEARNING_PASSES):
+            backend.forget()  # a lookup would find the answers of the pass before
+            for group in models.groups:
+                backend.generate(auto, group, models.params)
+        return json.dumps(experience_of(models.baseline.length_context).document())
     finally:
         models.close()
 

@@ -8,6 +8,7 @@ nothing of any text. As a document it outlives the engine and goes to others
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -280,6 +281,19 @@ class Experience:
             self.roster.seen[key] = known.scaled(min(1.0, MOST_WEIGHT / max(known.rounds, 1e-9)))
         for drafter_key, counts in ranks.items():
             self.ranks(*drafter_key).add(*counts)
+
+
+def check_document(text: str) -> None:
+    """Look at a document of :meth:`Experience.document`.
+
+    Raises:
+        InvalidArgument: it is none of this version.
+    """
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise InvalidArgument("experience", str(error), "a JSON document") from None
+    _checked(document)
 
 
 def crowded(workload: str, num_sessions: int) -> str:

@@ -283,9 +283,12 @@ def test_files_that_are_none(tmp_path: Path, text: str | None) -> None:
             "client_ca",
         ),
         ({"target": {"limits": {"max_nodes": 1000}}}, "target.limits.max_nodes", "256"),
+        ({"experience": "{"}, "experience", "expected a JSON document"),
+        ({"experience": '{"version": 1}'}, "experience", "a document of version"),
+        ({"target": {"autoscaling": {"min_replicas": 9}}}, "target.autoscaling", "expected max_rep"),
     ],
 )
-def test_ports_that_would_be_open_by_mistake(args: dict[str, Any], field: str, match: str) -> None:
+def test_values_that_are_refused(args: dict[str, Any], field: str, match: str) -> None:
     with pytest.raises(InvalidArgument, match=match) as caught:
         parse_config(args)
     assert caught.value.field == field

@@ -56,6 +56,22 @@ def test_a_replica_learns_what_another_one_has_written(
     assert known(second) == before
 
 
+def test_a_first_start_begins_with_what_a_sweep_has_learnt(
+    own_cache: Path, replicas: list[EngineThread]
+) -> None:
+    first, second = replicas
+    generate(first)
+    learnt = json.dumps(known(first))
+    ExperienceFile.of_thread(second, FINGERPRINT, learnt).exchange()
+    assert known(second) == known(first)
+    before = known(second)
+    # After a restart it is in the file, and counts no second time.
+    again = ExperienceFile.of_thread(second, FINGERPRINT, learnt)
+    again._written = again.path.read_text()
+    again.exchange()
+    assert known(second) == before
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"version": 7}'])
 def test_a_damaged_file_is_replaced(
     own_cache: Path, replicas: list[EngineThread], content: str

@@ -76,6 +76,9 @@ def test_from_a_space_to_a_file_that_can_be_served(
     best = read_config_file(tmp_path / "sweep" / "best.yaml").config
     measured = {record.point.speculation for record in records}
     assert best.speculation in measured
+    assert best.experience is not None
+    learnt = json.loads(best.experience)
+    assert {"draft_model", "suffix"} <= {drafter for _, _, drafter, *_ in learnt["rates"]}
     assert best.topology == "colocated"
     assert list((tmp_path / "sweep" / "pareto").glob("*.yaml"))
     assert "best.yaml" in (tmp_path / "sweep" / "report.html").read_text()

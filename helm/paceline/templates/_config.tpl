@@ -2,8 +2,8 @@
 
 {{/* The blocks of the values, overridden by those of a sweep's best.yaml, as YAML. */}}
 {{- define "paceline.args" -}}
-{{- $names := list "model" "engine" "topology" "speculation" "target" "drafter" "gateway" "vllm" "online" "direct" "tracing" -}}
-{{- $args := deepCopy (pick .Values "model" "engine" "topology" "speculation" "target" "drafter" "gateway" "vllm" "online" "direct" "tracing") -}}
+{{- $names := list "model" "engine" "topology" "speculation" "target" "drafter" "gateway" "vllm" "online" "direct" "tracing" "experience" -}}
+{{- $args := deepCopy (pick .Values "model" "engine" "topology" "speculation" "target" "drafter" "gateway" "vllm" "online" "direct" "tracing" "experience") -}}
 {{- range .Values.applications -}}
   {{- $best := deepCopy (default dict .args) -}}
   {{- range $key := keys $best -}}

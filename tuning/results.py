@@ -207,7 +207,7 @@ class Manifest(_Value):
         objectives: names of OBJECTIVES; the first one decides.
         environment: machine, versions, commit; see paceline.bench.environment.
         num_runs: how often the sweep was started or resumed.
-        seconds: of each stage ("check", "simulation", "trials", "confirm", "learn"), over all runs.
+        seconds: of each stage ("check", "simulation", "trials", "confirm"), over all runs.
     """
 
     version: int = VERSION

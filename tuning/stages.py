@@ -103,9 +103,6 @@ class Sweep:
                 self._search()
             with self._timed("confirm"):
                 self._confirm()
-            if self.space.document.engine == "paceline" and not self.results.exists(EXPERIENCE):
-                with self._timed("learn"):
-                    self._learn()
             state = "finished"
         except KeyboardInterrupt:
             state = "interrupted"
@@ -268,7 +265,10 @@ class Sweep:
         )
 
     def _confirm(self) -> None:
-        """Measure the best trials again, side by side: the highest of many is high by chance."""
+        """Measure the best trials again, side by side: the highest of many is high by chance.
+
+        And let method ``auto`` learn from the prompts, for the deployment of the result.
+        """
         from paceline.tuning.trial import confirm
 
         records = self.results.trials()
@@ -278,26 +278,21 @@ class Sweep:
         done = [record for record in counting if record.confirmed is not None]
         left = max(0, self.space.document.search.confirm - len(done))
         chosen = [record for record in counting if record.confirmed is None][:left]
-        if not chosen:
+        learns = self.space.document.engine == "paceline" and not self.results.exists(EXPERIENCE)
+        if not chosen and not learns:
             return
-        self._say(f"measuring the best {len(chosen)} once more, side by side ...")
+        if chosen:
+            self._say(f"measuring the best {len(chosen)} once more, side by side ...")
         points = [record.point.model_dump_json(exclude_defaults=True) for record in chosen]
-        answer = self._cluster.submit(confirm, self._work(), points, max_retries=1)
-        texts = get(answer, "the best points could not be measured again")
+        answer = self._cluster.submit(confirm, self._work(), points, learns, max_retries=1)
+        texts, learnt = get(answer, "the best points could not be measured again")
+        if learnt is not None:
+            self.results.write(EXPERIENCE, learnt + "\n")
         for record, text in zip(chosen, texts, strict=True):
             metrics = Metrics.model_validate_json(text)
             refused = self.space.document.constraints.broken_by(metrics)
             changes = {"confirmed": metrics, "refused": refused}
             self.results.save_trial(record.model_copy(update=changes))
-
-
-    def _learn(self) -> None:
-        """Let method ``auto`` learn from the prompts, for the deployment of the result."""
-        from paceline.tuning.trial import learn
-
-        self._say("method auto learns from the prompts ...")
-        answer = self._cluster.submit(learn, self._work(), max_retries=1)
-        self.results.write(EXPERIENCE, get(answer, "method auto could not learn") + "\n")
 
 
 def result_url(space: Space, result: str | None, resume: bool) -> str:

@@ -367,29 +367,15 @@ def simulate(work: Work, points: Sequence[str], told: Queue) -> list[str]:
         models.close()
 
 
-def learn(work: Work) -> str:
-    """Decode the prompts with method ``auto``.
-
-    Returns:
-        What it has learnt, as JSON text (:meth:`Experience.document`).
-    """
-    models = Models(work)
-    try:
-        backend, auto = LocalBackend(models.baseline), SpeculationConfig(method="auto")
-        for _ in range(LEARNING_PASSES):
-            backend.forget()  # a lookup would find the answers of the pass before
-            for group in models.groups:
-                backend.generate(auto, group, models.params)
-        return json.dumps(experience_of(models.baseline.length_context).document())
-    finally:
-        models.close()
-
-
-def confirm(work: Work, points: Sequence[str]) -> list[str]:
+def confirm(work: Work, points: Sequence[str], learns: bool) -> tuple[list[str], str | None]:
     """Measure some points once more, in turn, in one process.
 
+    Args:
+        learns: let method ``auto`` learn from the prompts.
+
     Returns:
-        Metrics as JSON texts, in the order of the points.
+        Metrics as JSON texts, in the order of the points; and what ``auto`` has learnt, as JSON
+        text (:meth:`Experience.document`).
     """
     models = Models(work)
     try:
@@ -399,9 +385,20 @@ def confirm(work: Work, points: Sequence[str]) -> list[str]:
             for measurement in measurements:
                 if not measurement.is_sure:
                     measurement.step()
-        return [
+        texts = [
             measurement.metrics(models.example(point)).model_dump_json()
             for point, measurement in zip(chosen, measurements, strict=True)
         ]
+        return texts, _learn(models) if learns else None
     finally:
         models.close()
+
+
+def _learn(models: Models) -> str:
+    """Decode the prompts with method ``auto``, and return what it has learnt."""
+    backend, auto = LocalBackend(models.baseline), SpeculationConfig(method="auto")
+    for _ in range(LEARNING_PASSES):
+        backend.forget()  # a lookup would find the answers of the pass before
+        for group in models.groups:
+            backend.generate(auto, group, models.params)
+    return json.dumps(experience_of(models.baseline.length_context).document())

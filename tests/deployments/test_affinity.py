@@ -150,7 +150,9 @@ class Replicas:
 
 def test_a_replica_on_standby_gets_only_what_others_have_no_room_for() -> None:
     """In every gateway the same one, whatever the order in which it knows them."""
-    assert Replicas(1).ranks("b", "a", "c") == Replicas(1).ranks("c", "b", "a") == [{"a", "b"}, {"c"}]
+    assert (
+        Replicas(1).ranks("b", "a", "c") == Replicas(1).ranks("c", "b", "a") == [{"a", "b"}, {"c"}]
+    )
     assert Replicas(2).ranks("b", "a", "c") == [{"a"}, {"b", "c"}]
     assert Replicas(1).ranks("b", "a", prefer="a") == [{"a"}, {"a"}, {"b"}]
     assert Replicas(1).ranks("b", "a", prefer="b") == [{"a"}, {"b"}], "it read a prompt long ago"

@@ -285,7 +285,11 @@ def test_files_that_are_none(tmp_path: Path, text: str | None) -> None:
         ({"target": {"limits": {"max_nodes": 1000}}}, "target.limits.max_nodes", "256"),
         ({"experience": "{"}, "experience", "expected a JSON document"),
         ({"experience": '{"version": 1}'}, "experience", "a document of version"),
-        ({"target": {"autoscaling": {"min_replicas": 9}}}, "target.autoscaling", "expected max_rep"),
+        (
+            {"target": {"autoscaling": {"min_replicas": 9}}},
+            "target.autoscaling",
+            "expected max_rep",
+        ),
     ],
 )
 def test_values_that_are_refused(args: dict[str, Any], field: str, match: str) -> None:

@@ -16,7 +16,7 @@ from paceline.rpc.client import Client, Completion, Round
 from paceline.sampling import SamplingParams
 from tests.deployments.conftest import PROMPTS, SMALL, config_file, eventually
 
-pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.serve, pytest.mark.nightly, pytest.mark.timeout(300)]
 
 NAME = "test-standby"
 LONG = SamplingParams(max_tokens=900, ignore_eos=True)

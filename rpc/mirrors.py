@@ -392,6 +392,7 @@ class Mirrors:
         host, opening = self._host, item.open
         plan = host.plan(speculation_from_message(opening.speculation))
         params = sampling_from_message(opening.sampling)
+        params.check_vocabulary(host.vocab_size)
         if not tokens:
             raise InvalidArgument("new_token_ids", "[]", "at least one token to open a session")
         self.drop(item.session_id)

@@ -28,4 +28,6 @@ def test_no_fault_costs_a_token(num_faults: int) -> None:
     assert {fault["fault"] for fault in faults} == set(FAULTS)
     assert last["sessions"] > 0 and last["tokens"] > 0
     assert not last["wrong"]
+    # Kills that follow one another before a first token look like a request that kills.
+    assert last["refused"] <= num_faults // 2000
     assert not last["stuck"]

@@ -704,6 +704,26 @@ def test_idle_unary_sessions_are_closed() -> None:
     assert servicer.num_sessions == 0
 
 
+@pytest.mark.parametrize("field", ["allowed_token_ids", "stop_token_ids", "logit_bias"])
+def test_token_ids_outside_the_vocabulary_are_refused(
+    drafter_server: RpcServer, servicer: Recording, field: str
+) -> None:
+    opening = draft_pb2.OpenDraftRequest(token_ids=[1])
+    if field == "logit_bias":
+        opening.sampling.logit_bias[2**31 - 1] = 1.0
+    else:
+        getattr(opening.sampling, field).append(2**31 - 1)
+    before = servicer.num_sessions
+    with grpc.insecure_channel(drafter_server.address) as channel:
+        stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Open(opening)
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, InvalidArgument)
+    assert error.field == field
+    assert servicer.num_sessions == before
+
+
 def test_a_drafter_that_needs_the_target_cannot_be_remote() -> None:
     class Needy(Copycat):
         needs = frozenset({Need.HIDDEN_STATES})

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from paceline.lengths.base import LengthContext
 from paceline.methods import DRAFTERS, Method
 from paceline.plan import Plan, resolve
 from paceline.rpc.errors import PrefixDiverged
+from paceline.rpc.fans import SpareTime, can_fan, draft_fans
 from paceline.rpc.gen.paceline.v1 import draft_pb2
 from paceline.rpc.messages import (
     fill_draft,
@@ -34,7 +35,6 @@ from paceline.rpc.messages import (
 from paceline.rpc.states import StatesCodec, StatesReader
 from paceline.rpc.tracing import Span, Tracing
 from paceline.session import Session
-from paceline.shapes.fan import Fan, fan_budget
 from paceline.tree import accepted_path, below, clip, is_chain
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome, Verification
 
@@ -246,68 +246,6 @@ class DraftHost:
         return plan
 
 
-class Fanned:
-    """A session for which a fan is to be drafted."""
-
-    def __init__(self, session: Session, shape: Fan) -> None:
-        self._session = session
-        self.shape = shape
-        self.stop_rule = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
-
-
-class SpareTime:
-    """Whether a fan is drafted before the next frame comes, by what was measured."""
-
-    def __init__(self) -> None:
-        self._chain_s = self._fan_s = 0.0  # lately
-        self._slack_s = 0.0  # from the end of a draft ahead to the next frame
-        self._ended: tuple[float, bool] | None = None
-        self._pause = 0
-
-    @property
-    def has_time(self) -> bool:
-        """Whether frames come later than a fan takes."""
-        if self._pause > 0 or not self._chain_s:
-            return False
-        more = (self._fan_s or FIRST_FAN * self._chain_s) - self._chain_s
-        return self._slack_s > more
-
-    def drafted(self, started: float, fans: bool) -> None:
-        """A draft ahead that began then is made."""
-        now = time.perf_counter()
-        self._pause -= 1
-        if fans:
-            self._fan_s = _lately(self._fan_s, now - started)
-        else:
-            self._chain_s = _lately(self._chain_s, now - started)
-        self._ended = now, fans
-
-    def frame(self) -> None:
-        """A frame begins."""
-        if self._ended is None:
-            return
-        (ended, fans), self._ended = self._ended, None
-        slack = time.perf_counter() - ended
-        if fans and slack < LATE_S:  # it may have waited long
-            self._pause = PAUSE_ROUNDS
-        # As if a chain had been drafted.
-        self._slack_s = _lately(self._slack_s, slack + fans * (self._fan_s - self._chain_s))
-
-
-FIRST_FAN = 4.0
-"""Times as long as a chain's: what a fan is expected to take before one was drafted."""
-LATE_S = 1e-4
-PAUSE_ROUNDS = 64
-
-
-def _lately(known: float, seconds: float) -> float:
-    """A moving mean of some ten rounds."""
-    return known + 0.1 * (seconds - known) if known else seconds
-
-
 class Mirrors:
     """The mirrors of one stream, by session id.
 
@@ -387,8 +325,12 @@ class Mirrors:
         fans = self._host.fans and self._spare.has_time
         for drafter, mirrors in self._host.by_drafter(guesses, lambda mirror: mirror.session):
             try:
-                if fans and hasattr(drafter, "expand"):
-                    self._draft_fans(drafter, mirrors)
+                if fans and can_fan(drafter):
+                    sessions, drafts = [m.session for m in mirrors], [m.draft for m in mirrors]
+                    for mirror, tree in zip(
+                        mirrors, draft_fans(drafter, sessions, drafts), strict=True
+                    ):
+                        mirror.ahead = tree
                 else:
                     self._draft_chains(drafter, mirrors)
             except Exception:  # the next propose fails as well, and tells the target
@@ -428,15 +370,6 @@ class Mirrors:
             if follows.num_nodes and is_chain(follows.parent_indices):
                 drafted = mirror.draft.token_ids.tolist()
                 mirror.ahead = Draft.chain([*drafted, *follows.token_ids.tolist()])
-
-    def _draft_fans(self, drafter: Drafter, mirrors: Sequence[Mirror]) -> None:
-        """What follows the likeliest verdicts."""
-        fan = Fan({m.session.session_id: m.draft.token_ids.tolist() for m in mirrors})
-        sessions: list[Any] = [Fanned(mirror.session, fan) for mirror in mirrors]
-        budgets = [fan_budget(mirror.draft.num_nodes) for mirror in mirrors]
-        drafts = at_once(drafter.propose(sessions, budgets))
-        for mirror, tree in zip(mirrors, drafts, strict=True):
-            mirror.ahead = tree
 
     def ahead_of(self, frame: draft_pb2.ProposeFrame) -> draft_pb2.ProposeReply:
         """The second reply to a frame: the drafts ahead of its sessions."""

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.netem import Link, Netem
 from paceline.config import SpeculationConfig
 from paceline.drafters.draft_model import DraftModel
-from paceline.engine import Engine
+from paceline.engine import Engine, EngineThread
 from paceline.loading import load_engine
 from paceline.models.base import ModelRunner
 from paceline.plan import resolve
+from paceline.rpc.device import DeviceClient
 from paceline.rpc.draft_service import DraftServicer
-from paceline.rpc.mirrors import PAUSE_ROUNDS, Fanned, SpareTime
+from paceline.rpc.fans import PAUSE_ROUNDS, Fanned, SpareTime
+from paceline.rpc.ladder import Mode
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.shapes.fan import Fan, fan_budget
@@ -86,6 +91,7 @@ def test_each_verdict_has_the_draft_that_would_follow_it(
             (wanted,) = drafter.propose([fresh], [budget])
             assert next_draft == wanted.token_ids.tolist()
             drafter.close(fresh)
+        drafter.close(session)
 
 
 def _node(draft: Draft, path: list[int]) -> int:
@@ -138,9 +144,58 @@ class Patient(ModelTarget):
         return super().verify(*args, **kwargs)
 
 
+def test_a_device_has_more_drafts_ready(demo: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a link of 20 ms, with one round under way; and the tokens are AR's."""
+    assert demo.tokenizer is not None
+    prompt = demo.tokenizer.encode("class Stack:\n    def ")
+    params = SamplingParams(max_tokens=100, temperature=1.0, seed=2, ignore_eos=True)
+    (expected,) = demo.generate([prompt], params, SpeculationConfig(method="ar"))
+    made = {}
+    thread = EngineThread(demo.sibling()).start()
+    with (
+        closing_thread(thread),
+        serving(engine=thread) as server,
+        Netem(server.address, Link(rtt=0.02)) as link,
+    ):
+        for fans in (False, True):
+            monkeypatch.setattr(SpareTime, "has_time", True)
+            drafter = Counted(demo.drafters["draft_model"])
+            with DeviceClient(
+                [link.address], {"draft_model": drafter}, speculation=METHOD,
+                modes=(Mode.DEVICE,), max_in_flight=1, fans=fans,
+            ) as client:  # fmt: skip
+                found = [t for done in client.generate(prompt, params) for t in done.token_ids]
+                made[fans] = drafter.num_proper / client.result.statistics.num_rounds
+            assert found == expected.output_ids
+    assert made[False] > 0.9
+    assert made[True] < 0.7, "most verdicts are expected"
+
+
+@contextmanager
+def closing_thread(thread: EngineThread) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        thread.stop()
+
+
+class Counted:
+    """A drafter that counts the drafts that a session waits for."""
+
+    def __init__(self, drafter: Any) -> None:
+        self._drafter, self.num_proper = drafter, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def propose(self, sessions: Any, budgets: Any) -> Any:
+        self.num_proper += not isinstance(sessions[0], Fanned)
+        return self._drafter.propose(sessions, budgets)
+
+
 def test_a_fan_is_drafted_where_frames_leave_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("paceline.rpc.mirrors.time.perf_counter", lambda: now)
+    monkeypatch.setattr("paceline.rpc.fans.time.perf_counter", lambda: now)
     spare = SpareTime()
 
     def round_(drafts_s: dict[bool, float], free_s: float) -> bool:
@@ -154,7 +209,7 @@ def test_a_fan_is_drafted_where_frames_leave_the_time(monkeypatch: pytest.Monkey
         return fans
 
     dear = {False: 0.002, True: 0.006}
-    assert not any([round_(dear, 0.004) for _ in range(100)]), "it would be late"
+    assert not any(round_(dear, 0.004) for _ in range(100)), "it would be late"
     assert all([round_(dear, 0.03) for _ in range(100)][40:])
     # The target has become fast: one fan is late, and then there are none for a while.
     after = [round_(dear, 0.004) for _ in range(PAUSE_ROUNDS)]

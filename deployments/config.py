@@ -329,6 +329,11 @@ class DrafterConfig(_GpuReplicas):
         description="How targets encode their states for a head: int8 has a scale for each 32 "
         "numbers.",
     )
+    fans: bool = Field(
+        True,
+        description="While a target verifies, draft for its likeliest verdicts instead of one, "
+        "where frames leave the time for it.",
+    )
     max_sessions: int = Field(256, ge=1, description="Sessions that one replica may draft for.")
     deadline_s: float = Field(
         2.0,

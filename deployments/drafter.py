@@ -92,6 +92,7 @@ class DrafterDeployment:
             context_length=context_length,
             max_sessions=config.drafter.max_sessions,
             states=config.drafter.states,
+            fans=config.drafter.fans,
             tracing=self._tracing,
         )
         tls = config.data_plane_tls

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from paceline.types import Draft, DraftProbs, IndexArray
+from paceline.types import EMPTY_DRAFT, Draft, DraftProbs, IndexArray
 
 
 def is_chain(parent_indices: IndexArray) -> bool:
@@ -87,6 +87,19 @@ def accepted_path(draft: Draft, new_token_ids: Sequence[int]) -> tuple[int, ...]
         path.append(node)
         parent = node
     return tuple(path)
+
+
+def below(draft: Draft, token_ids: Sequence[int]) -> Draft:
+    """The tree behind a path of a draft; an empty one if the draft has no such path."""
+    path = accepted_path(draft, [*token_ids, -1])
+    if len(path) < len(token_ids) or not path:
+        return EMPTY_DRAFT
+    kept = np.zeros(draft.num_nodes, np.bool_)
+    parents = draft.parent_indices
+    for node in range(path[-1] + 1, draft.num_nodes):  # parents come before their children
+        kept[node] = parents[node] == path[-1] or (parents[node] >= 0 and kept[parents[node]])
+    keep = np.flatnonzero(kept)
+    return subset(draft, keep) if len(keep) else EMPTY_DRAFT
 
 
 def clip(draft: Draft, max_depth: int, max_nodes: int) -> Draft:

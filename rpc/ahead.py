@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.rpc.transcript import ClientTranscript
-from paceline.tree import is_chain
+from paceline.rpc.fans import SpareTime
+from paceline.rpc.transcript import ClientTranscript, ProposedRound
+from paceline.tree import below, clip, is_chain
 from paceline.types import EMPTY_DRAFT, Budget, Draft
 from paceline.view import SessionView
 
@@ -15,6 +17,9 @@ logger = logging.getLogger(__name__)
 
 # Makes a chain after a session's tokens, which end in guesses.
 DraftAhead = Callable[[SessionView, Budget], Draft]
+
+# What follows a session's draft by its likeliest verdicts: paceline.rpc.fans.draft_fans.
+DraftFan = Callable[[SessionView, Draft], Draft]
 
 # Rounds under way at most while the connection is up, and the least chance of a guess that is worth
 # a draft.
@@ -29,6 +34,7 @@ class AheadOptions:
 
     Attributes:
         draft: None: the drafter cannot draft ahead.
+        fan: None: it cannot draft for several verdicts.
         max_in_flight: rounds under way at a time; 1 waits for every answer.
         alone_ok: while no server answers, the drafter decodes on alone.
         on_alone: called with a session and its tokens that no target has verified, whenever there
@@ -40,6 +46,7 @@ class AheadOptions:
     alone_ok: bool
     on_alone: Callable[[SessionView, list[int]], None]
     draft: DraftAhead | None = None
+    fan: DraftFan | None = None
 
 
 class RoundsAhead:
@@ -58,13 +65,22 @@ class RoundsAhead:
         self._options = options
         self._done = False  # nothing can follow the last round in flight
         self._accepted, self._drafted = 2.0, 3.0  # recent tokens; a guess to begin with
+        self._spare = SpareTime()
+        # The draft of a round in flight with what follows its verdicts, the round, and the number
+        # of committed tokens before it.
+        self._fan = EMPTY_DRAFT
+        self._fan_of: ProposedRound | None = None
+        self._fan_at = 0
+        self._from_fan = False
 
     def proper_draft(self) -> None:
-        """The drafter has drafted after the committed tokens."""
-        self._done = self.went_ahead = False
+        """A round leaves that no other one precedes."""
+        self._done = False
+        self.went_ahead, self._from_fan = self._from_fan, False
 
     def answered(self, draft: Draft, num_accepted: int) -> None:
         """Learn from an answer how often guesses are right."""
+        self._spare.frame()
         tried = min(num_accepted + 1, draft.num_nodes)
         memory = _MEMORY**tried
         self._accepted = memory * self._accepted + num_accepted
@@ -102,11 +118,13 @@ class RoundsAhead:
             the drafter's idea of the target's next token, and a draft that follows it; None where
             there is nothing to propose.
         """
+        started = time.perf_counter()
         session, guess = self._session, self._transcript.guess
         if guess and session.stops_at(guess[-1]):
             tokens = []
         else:
             tokens = self._tokens_after(guess)
+            self._spare.drafted(started, fans=False)
         ends = next((i for i, token in enumerate(tokens) if session.stops_at(token)), None)
         if ends is not None:
             tokens = tokens[: ends + 1]
@@ -114,6 +132,37 @@ class RoundsAhead:
             self._done = True
             return None
         return tokens[0], Draft.chain(tokens[1:])
+
+    def wants_fan(self, is_down: bool) -> bool:
+        """Whether to draft for other verdicts on the first round in flight now."""
+        rounds = self._transcript.rounds
+        if self._options.fan is None or is_down or not rounds or self._session.drafter == "none":
+            return False
+        first = rounds[0]
+        is_new = first is not self._fan_of and first.draft.num_nodes > 0
+        return is_new and is_chain(first.draft.parent_indices) and self._spare.has_time
+
+    def draft_fan(self) -> None:
+        """Draft for the likeliest verdicts on the first round in flight."""
+        assert self._options.fan is not None
+        started = time.perf_counter()
+        self._fan_of, self._fan_at = self._transcript.rounds[0], self._session.length
+        self.went_ahead = True
+        try:
+            self._fan = self._options.fan(self._session, self._fan_of.draft)
+        except Exception:  # as in draft()
+            logger.exception("a drafter cannot draft for other verdicts")
+            self._fan = EMPTY_DRAFT
+        self._spare.drafted(started, fans=True)
+
+    def take(self, budget: Budget) -> Draft | None:
+        """The next draft, if it is there; its verdict is the session's last tokens."""
+        fan, self._fan = self._fan, EMPTY_DRAFT
+        draft = below(fan, self._session.token_ids[self._fan_at :])
+        if draft.num_nodes < max(1, min(budget.depth, budget.nodes)):
+            return None
+        self._from_fan = True
+        return clip(draft, budget.depth, budget.nodes)
 
     def _tokens_after(self, guess: list[int]) -> list[int]:
         """What the drafter expects after the committed tokens and a guess."""

@@ -21,6 +21,7 @@ from paceline.methods import DRAFTER_PARTS, METHODS, Method
 from paceline.plan import resolve
 from paceline.request import Request
 from paceline.rpc.ahead import MAX_IN_FLIGHT
+from paceline.rpc.fans import can_fan, draft_fans
 from paceline.rpc.client import open_channel
 from paceline.rpc.direct import ConnectDirect
 from paceline.rpc.errors import ServerUnavailable
@@ -102,7 +103,7 @@ class DeviceDrafter(Drafter):
         self._drafter.close(session)
 
     def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
-        drafts = [self._known(session) for session in sessions]
+        drafts = [self._known(*asked) for asked in zip(sessions, budgets, strict=True)]
         asking = [i for i, draft in enumerate(drafts) if draft is None]
         if self._drafter.states is not None and self._drafter.needs:
             asking = [i for i in asking if self._target.read_states(sessions[i], self._drafter)]
@@ -114,10 +115,11 @@ class DeviceDrafter(Drafter):
                 drafts[i] = draft
         return [EMPTY_DRAFT if draft is None else draft for draft in drafts]
 
-    def _known(self, session: SessionView) -> Draft | None:
+    def _known(self, session: SessionView, budget: Budget) -> Draft | None:
         if self._target.mode(session) is not Mode.DEVICE:
             return EMPTY_DRAFT  # the server does not ask for one
-        return self._target.sent_ahead(session)
+        sent = self._target.sent_ahead(session)
+        return self._target.from_fan(session, budget) if sent is None else sent
 
     def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         """Tell the drafter what became of drafts, except after it has drafted on guesses: then it
@@ -199,6 +201,7 @@ class DeviceClient:
         modes: allowed ways to get tokens, beginning with the first; without "server" where the
             target cannot run its default method.
         max_in_flight: rounds under way at a time.
+        fans: draft for several verdicts while an answer travels, where there is time for it.
         states: how the server encodes its states for a head, one of
             :data:`paceline.rpc.states.ENCODINGS`.
         direct: makes a channel to a target past the gateway (``open_direct``), where gateways give
@@ -227,6 +230,7 @@ class DeviceClient:
         numerics_mismatch: str = "refuse",
         modes: Sequence[Mode] = LADDER,
         max_in_flight: int = MAX_IN_FLIGHT,
+        fans: bool = True,
         states: str = "int8",
         direct: ConnectDirect | None = None,
         on_unverified: Callable[[Sequence[int]], None] = lambda token_ids: None,
@@ -278,6 +282,10 @@ class DeviceClient:
                 self.target.ahead.draft = lambda session, budget: at_once(
                     own.propose([session], [budget])
                 )[0]
+                if fans and can_fan(own):
+                    self.target.ahead.fan = lambda session, draft: draft_fans(
+                        own, [session], [draft]
+                    )[0]
             elif own.copies:
                 own = copier = CopyAhead(own)
                 self.target.ahead.draft = copier.draft_ahead

@@ -24,7 +24,7 @@ from paceline.rpc.messages import (
 )
 from paceline.rpc.states import StatesFeed, count_states
 from paceline.rpc.tls import ClientTls
-from paceline.tree import clip, height
+from paceline.tree import below, clip, height
 from paceline.types import EMPTY_DRAFT, Budget, Draft
 
 if TYPE_CHECKING:
@@ -63,16 +63,14 @@ class RemoteDrafterCounters:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A draft that is worth something if a session goes on as its drafter expects."""
+    """What the drafter has drafted for the verdicts that it expects."""
 
-    length: int  # committed tokens before what it expects
-    expected_ids: list[int]  # the draft under verification, and the target's own token
-    draft: Draft
+    length: int  # committed tokens before the draft under verification
+    draft: Draft  # that draft, the target's own token, and the next draft
 
     def after(self, session: SessionView) -> Draft:
-        """The draft, or an empty one if the session's tokens are not as expected."""
-        come_true = session.token_ids[self.length :] == self.expected_ids
-        return self.draft if come_true else EMPTY_DRAFT
+        """The next draft, or an empty one if the verdict is none that was expected."""
+        return below(self.draft, session.token_ids[self.length :])
 
 
 class Frame:
@@ -81,7 +79,6 @@ class Frame:
     Attributes:
         asks: what it asks for.
         lengths: of the sessions when it was sent.
-        drafts: what was answered.
         waited: a future of it was not complete when the frame left.
         sent_at: ``time.perf_counter``.
         retried: it asks once more, with whole contexts.
@@ -89,12 +86,11 @@ class Frame:
         opens: it opens a session, whose tokens the drafter has to read first.
     """
 
-    __slots__ = ("asks", "drafts", "expired", "lengths", "opens", "retried", "sent_at", "waited")
+    __slots__ = ("asks", "expired", "lengths", "opens", "retried", "sent_at", "waited")
 
     def __init__(self, asks: AskList, retried: bool, opens: bool = False) -> None:
         self.asks = asks
         self.lengths = [session.length for session, _, _ in asks]
-        self.drafts: list[Draft] = []
         self.waited = True
         self.sent_at = time.perf_counter()
         self.retried = retried
@@ -308,14 +304,11 @@ class DraftConnection:
         if self._answered is None or self._answered[0] != reply.round:
             return
         frame = self._answered[1]
-        for ask, length, draft, result in zip(
-            frame.asks, frame.lengths, frame.drafts, reply.results, strict=True
-        ):
+        for ask, length, result in zip(frame.asks, frame.lengths, reply.results, strict=True):
             session_id = ask[0].session_id
-            follows = draft_from_message(result.draft, self._vocab_size).token_ids.tolist()
-            if len(follows) > 1:
-                expected = [*draft.token_ids.tolist(), follows[0]]
-                ahead = Ahead(length, expected, Draft.chain(follows[1:]))
+            draft = draft_from_message(result.draft, self._vocab_size)
+            if draft.num_nodes:
+                ahead = Ahead(length, draft)
                 with self._lock:
                     if session_id in self.told:  # it is not closed yet
                         self.ahead[session_id] = ahead
@@ -343,7 +336,6 @@ class DraftConnection:
                     again.append(ask)
                 else:
                     failures.append(([ask], self.unavailable(refused)))
-            frame.drafts.append(draft)
         # Back to back, so that the engine, which wakes at the first, finds them all.
         for future, draft in drafts:
             succeed(future, draft)

@@ -46,6 +46,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             seconds until the first frame of a stream.
         states: how targets encode their states for this drafter, if it reads some: one of
             :data:`paceline.rpc.states.ENCODINGS`.
+        fans: draft for several verdicts while a target verifies, where there is time for it.
         tracing: None traces nothing.
 
     Raises:
@@ -63,6 +64,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         max_sessions: int = 256,
         idle_timeout_s: float = 120.0,
         states: str = "int8",
+        fans: bool = True,
         tracing: Tracing | None = None,
     ) -> None:
         self._host = DraftHost(
@@ -73,6 +75,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             catalogue=catalogue,
             max_sessions=max_sessions,
             states=states,
+            fans=fans,
             tracing=tracing,
         )
         self._batches = DraftBatches(self._host)

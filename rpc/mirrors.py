@@ -24,6 +24,7 @@ from paceline.lengths.base import LengthContext
 from paceline.methods import DRAFTERS, Method
 from paceline.plan import Plan, resolve
 from paceline.rpc.errors import PrefixDiverged
+from paceline.rpc.fans import SpareTime, can_fan, draft_fans
 from paceline.rpc.gen.paceline.v1 import draft_pb2
 from paceline.rpc.messages import (
     fill_draft,
@@ -34,7 +35,7 @@ from paceline.rpc.messages import (
 from paceline.rpc.states import StatesCodec, StatesReader
 from paceline.rpc.tracing import Span, Tracing
 from paceline.session import Session
-from paceline.tree import accepted_path, clip, is_chain
+from paceline.tree import accepted_path, below, clip, is_chain
 from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome, Verification
 
 logger = logging.getLogger(__name__)
@@ -59,9 +60,9 @@ class Mirror:
         self.num_drafts = 0
         self.draft = EMPTY_DRAFT  # after these tokens, to find the accepted path in
         self.asked: Budget | None = None  # what that draft was made for
-        # What follows that draft if the target accepts all of it: the target's next token first.
+        # That draft and what follows it, by what the target makes of it: its next token first.
         self.ahead = EMPTY_DRAFT
-        self.ready = EMPTY_DRAFT  # the draft after these tokens, when ``ahead`` was right
+        self.ready = EMPTY_DRAFT  # the draft after these tokens, if ``ahead`` has it
         self.touched_at = time.monotonic()
 
     def advance(self, token_ids: list[int]) -> Outcome | None:
@@ -86,8 +87,7 @@ class Mirror:
         if self.session.stop_rule is not None:
             self.session.stop_rule.observe(outcome)
         if guess.num_nodes:
-            if token_ids == [*draft.token_ids.tolist(), int(guess.token_ids[0])]:
-                self.ready = Draft.chain(guess.token_ids[1:])
+            self.ready = below(guess, token_ids)
             return None
         return outcome
 
@@ -136,6 +136,7 @@ class DraftHost:
         catalogue: Mapping[str, Method],
         max_sessions: int,
         states: str,
+        fans: bool,
         tracing: Tracing | None,
     ) -> None:
         if drafter.needs and drafter.states is None:
@@ -153,6 +154,7 @@ class DraftHost:
         self.context_length = context_length
         self.num_sessions = 0
         self.length_context = LengthContext()  # stop rules of all sessions learn together
+        self.fans = fans
         self._name = name
         self._max_sessions = max_sessions
         self._tracing = tracing
@@ -255,6 +257,7 @@ class Mirrors:
         self._host = host
         self._stream = stream
         self._mirrors: dict[str, Mirror] = {}
+        self._spare = SpareTime()
 
     def __getitem__(self, session_id: str) -> Mirror:
         mirror = self._mirrors.get(session_id)
@@ -264,6 +267,7 @@ class Mirrors:
 
     def begin(self, items: Sequence[draft_pb2.ProposeItem]) -> Step:
         """Bring the mirrors up to a frame's tokens; :meth:`DraftHost.draft` does the rest."""
+        self._spare.frame()
         step = Step(self, [EMPTY_DRAFT] * len(items))
         named: set[str] = set()
         for i, item in enumerate(items):
@@ -313,9 +317,30 @@ class Mirrors:
         """While the target verifies, draft what follows if it accepts everything.
 
         The guess is the drafted tokens and the drafter's own idea of the target's next one. If it
-        comes true, the next draft is there at once.
+        comes true, the next draft is there at once. Where frames leave the time for it, a drafter
+        that grows trees drafts for other verdicts, too (:class:`Fan`).
         """
-        guesses: list[tuple[Mirror, Budget]] = []
+        started = time.perf_counter()
+        guesses = self._guesses(session_ids)
+        fans = self._host.fans and self._spare.has_time
+        for drafter, mirrors in self._host.by_drafter(guesses, lambda mirror: mirror.session):
+            try:
+                if fans and can_fan(drafter):
+                    sessions, drafts = [m.session for m in mirrors], [m.draft for m in mirrors]
+                    for mirror, tree in zip(
+                        mirrors, draft_fans(drafter, sessions, drafts), strict=True
+                    ):
+                        mirror.ahead = tree
+                else:
+                    self._draft_chains(drafter, mirrors)
+            except Exception:  # the next propose fails as well, and tells the target
+                logger.exception("a drafter cannot draft ahead")
+        if guesses:
+            self._spare.drafted(started, fans)
+
+    def _guesses(self, session_ids: Iterable[str]) -> list[Mirror]:
+        """The sessions that can be drafted for ahead of their verdicts."""
+        guesses = []
         for mirror in [self._mirrors[each] for each in session_ids if each in self._mirrors]:
             draft, asked = mirror.draft, mirror.asked
             if not self._host.drafter_of(mirror.session).rewinds:
@@ -326,20 +351,25 @@ class Mirrors:
             length = mirror.session.length + draft.num_nodes + depth
             fits = self._host.context_length is None or length <= self._host.context_length
             if fits and is_chain(draft.parent_indices):
-                guesses.append((mirror, Budget(depth, depth)))
-        for mirror, _ in guesses:
+                guesses.append(mirror)
+        return guesses
+
+    def _draft_chains(self, drafter: Drafter, mirrors: Sequence[Mirror]) -> None:
+        """What follows if all is accepted: the target's next token, and a draft of that length."""
+        depths = [mirror.draft.num_nodes + 1 for mirror in mirrors]
+        for mirror in mirrors:
             mirror.session.token_ids += mirror.draft.token_ids.tolist()
         try:
-            for drafter, members in self._host.by_drafter(guesses, lambda item: item[0].session):
-                sessions = [mirror.session for mirror, _ in members]
-                drafts = at_once(drafter.propose(sessions, [b for _, b in members]))
-                for (mirror, _), draft in zip(members, drafts, strict=True):
-                    mirror.ahead = draft
-        except Exception:  # the next propose fails as well, and tells the target
-            logger.exception("a drafter cannot draft ahead")
+            drafts = at_once(
+                drafter.propose([m.session for m in mirrors], [Budget(d, d) for d in depths])
+            )
         finally:
-            for mirror, _ in guesses:
+            for mirror in mirrors:
                 del mirror.session.token_ids[-mirror.draft.num_nodes :]
+        for mirror, follows in zip(mirrors, drafts, strict=True):
+            if follows.num_nodes and is_chain(follows.parent_indices):
+                drafted = mirror.draft.token_ids.tolist()
+                mirror.ahead = Draft.chain([*drafted, *follows.token_ids.tolist()])
 
     def ahead_of(self, frame: draft_pb2.ProposeFrame) -> draft_pb2.ProposeReply:
         """The second reply to a frame: the drafts ahead of its sessions."""

@@ -44,7 +44,7 @@ from paceline.rpc.ladder import Mode
 from paceline.rpc.reconnect import TRANSIENT, Connect, Patience, RemoteCounters, TargetServers
 from paceline.rpc.states import StatesCodec, StatesInbox
 from paceline.rpc.target_link import TargetLink
-from paceline.types import Draft, Need, Verification
+from paceline.types import Budget, Draft, Need, Verification
 from paceline.view import SessionView
 
 
@@ -225,6 +225,10 @@ class RemoteTarget:
         """The session's next draft, if it has left already."""
         rounds = self._links[session.session_id].transcript.rounds
         return rounds[0].draft if rounds else None
+
+    def from_fan(self, session: SessionView, budget: Budget) -> Draft | None:
+        """The session's next draft, if it was made before its verdict came."""
+        return self._links[session.session_id].ahead.take(budget)
 
     def went_ahead(self, session: SessionView) -> bool:
         """Whether the drafter has drafted on guesses since its last proper draft."""

@@ -116,8 +116,9 @@ class TargetLink:
                 self._reconnect.check_patience()
                 self._connect()
             drafting = self.ahead.wanted(self._reconnect.is_down)
+            fanning = not drafting and self.ahead.wants_fan(self._reconnect.is_down)
             try:
-                if drafting:
+                if drafting or fanning:
                     event = self._inbox.get_nowait()
                 else:
                     event = self._inbox.get(timeout=self._next_deadline(now))
@@ -125,6 +126,8 @@ class TargetLink:
                 self._check_silence()
                 if drafting:
                     self._draft_ahead()
+                elif fanning:
+                    self.ahead.draft_fan()
                 continue
             verdict = self._handle(*event)
             if verdict is not None:

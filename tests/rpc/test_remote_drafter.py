@@ -490,7 +490,9 @@ def test_a_draft_made_ahead_is_there_before_it_is_asked_for(
         assert connection is not None
         assert eventually(lambda: session.session_id in connection.ahead)
         expected = connection.ahead[session.session_id]
-        session.token_ids += [*expected.expected_ids[:-1], expected.expected_ids[-1] ^ (not right)]
+        (path,) = [path_to(expected.draft.parent_indices, 3)]  # three tokens, and the target's own
+        *accepted, own = expected.draft.token_ids[list(path)].tolist()
+        session.token_ids += [*accepted, own ^ (not right)]
         (future,) = remote.propose([session], [Budget(3, 3)])
         assert (remote.counters.num_ahead, future.done()) == (int(right), right)
         here = future.result(5).token_ids.tolist()

@@ -168,9 +168,9 @@ class ProposeReply(_message.Message):
     draft_seconds: _builtins.float
     """Seconds of the drafter's computation for the whole frame."""
     ahead: _builtins.bool
-    """A second reply: each result holds what follows the draft of its item if the target accepts all
-    of it: first the target's own next token, then the next draft. Empty: the drafter has made
-    none. A target whose tokens are these need not wait for the reply to its next frame.
+    """A second reply: each result holds the draft of its item and, behind paths of it, the target's
+    own next token and the next draft. Empty: the drafter has made none. A target whose tokens are
+    on such a path need not wait for the reply to its next frame.
     """
     num_sessions: _builtins.int
     """Open sessions of all targets at this drafter: a target with several drafters compares them."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.rpc.fans import SpareTime
+from paceline.rpc.fans import LONGEST, SpareTime
 from paceline.rpc.transcript import ClientTranscript, ProposedRound
 from paceline.tree import below, clip, is_chain
 from paceline.types import EMPTY_DRAFT, Budget, Draft
@@ -139,7 +139,7 @@ class RoundsAhead:
         if self._options.fan is None or is_down or not rounds or self._session.drafter == "none":
             return False
         first = rounds[0]
-        is_new = first is not self._fan_of and first.draft.num_nodes > 0
+        is_new = first is not self._fan_of and 0 < first.draft.num_nodes <= LONGEST
         return is_new and is_chain(first.draft.parent_indices) and self._spare.has_time
 
     def draft_fan(self) -> None:
@@ -153,6 +153,7 @@ class RoundsAhead:
         except Exception:  # as in draft()
             logger.exception("a drafter cannot draft for other verdicts")
             self._fan = EMPTY_DRAFT
+            self._spare.failed()
         self._spare.drafted(started, fans=True)
 
     def take(self, budget: Budget) -> Draft | None:

@@ -18,11 +18,17 @@ FIRST_FAN = 4.0
 """Times as long as a chain's: what a fan is expected to take before one was drafted."""
 LATE_S = 1e-4
 PAUSE_ROUNDS = 64
+LONGEST = 12
+"""Tokens of a draft behind which there are fans, of up to 181 nodes."""
 
 
-def can_fan(drafter: Drafter) -> bool:
-    """Whether a drafter can draft for several verdicts: it grows trees and takes guesses back."""
-    return drafter.rewinds and hasattr(drafter, "expand")
+def can_fan(drafter: Drafter, drafts: Sequence[Draft] = ()) -> bool:
+    """Whether a drafter can draft for several verdicts on these drafts.
+
+    It has to grow trees and to take guesses back, and the trees must not be too large.
+    """
+    short = all(draft.num_nodes <= LONGEST for draft in drafts)
+    return drafter.rewinds and hasattr(drafter, "expand") and short
 
 
 def draft_fans(
@@ -78,6 +84,10 @@ class SpareTime:
         else:
             self._chain_s = _lately(self._chain_s, now - started)
         self._ended = now, fans
+
+    def failed(self) -> None:
+        """A draft ahead could not be made, perhaps for want of memory."""
+        self._pause = PAUSE_ROUNDS
 
     def frame(self) -> None:
         """A frame begins."""

@@ -322,19 +322,20 @@ class Mirrors:
         """
         started = time.perf_counter()
         guesses = self._guesses(session_ids)
-        fans = self._host.fans and self._spare.has_time
+        may_fan, fans = self._host.fans and self._spare.has_time, False
         for drafter, mirrors in self._host.by_drafter(guesses, lambda mirror: mirror.session):
             try:
-                if fans and can_fan(drafter):
-                    sessions, drafts = [m.session for m in mirrors], [m.draft for m in mirrors]
-                    for mirror, tree in zip(
-                        mirrors, draft_fans(drafter, sessions, drafts), strict=True
-                    ):
+                sessions, drafts = [m.session for m in mirrors], [m.draft for m in mirrors]
+                if may_fan and can_fan(drafter, drafts):
+                    fans = True
+                    trees = draft_fans(drafter, sessions, drafts)
+                    for mirror, tree in zip(mirrors, trees, strict=True):
                         mirror.ahead = tree
                 else:
                     self._draft_chains(drafter, mirrors)
             except Exception:  # the next propose fails as well, and tells the target
                 logger.exception("a drafter cannot draft ahead")
+                self._spare.failed()
         if guesses:
             self._spare.drafted(started, fans)
 

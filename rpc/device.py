@@ -21,10 +21,10 @@ from paceline.methods import DRAFTER_PARTS, METHODS, Method
 from paceline.plan import resolve
 from paceline.request import Request
 from paceline.rpc.ahead import MAX_IN_FLIGHT
-from paceline.rpc.fans import can_fan, draft_fans
 from paceline.rpc.client import open_channel
 from paceline.rpc.direct import ConnectDirect
 from paceline.rpc.errors import ServerUnavailable
+from paceline.rpc.fans import can_fan, draft_fans
 from paceline.rpc.ladder import Ladder, Mode
 from paceline.rpc.reconnect import Connect, Patience, RemoteCounters
 from paceline.rpc.remote_target import RemoteTarget, TargetInfo, get_model

@@ -278,6 +278,8 @@ class DeviceClient:
                 self.target.ahead.draft = lambda session, budget: at_once(
                     own.propose([session], [budget])
                 )[0]
+            elif own.drafts_on:
+                self.target.ahead.draft, self.target.ahead.only_alone = own.draft_on, True
             elif own.copies:
                 own = copier = CopyAhead(own)
                 self.target.ahead.draft = copier.draft_ahead

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, cast
@@ -181,28 +180,26 @@ def test_moa_goes_on_alone_and_its_text_is_verified_later(
 ) -> None:
     """From the last states that it received, to the end; then AR's tokens, whatever it wrote."""
     alone: list[list[int]] = []
+
+    def note(ids: Sequence[int]) -> None:
+        alone.append(list(ids))
+        if len(client.result.token_ids) + len(ids) >= 32 - 2:  # as far as it can go
+            netem.refuse(False)
+
     with (
         Netem(server.address, Link(rtt=0.01)) as netem,
-        device(
-            "moa", netem.address, offline_ok=True,
-            on_unverified=lambda ids: alone.append(list(ids)),
-        ) as client,
-    ):  # fmt: skip
+        device("moa", netem.address, offline_ok=True, on_unverified=note) as client,
+    ):
         rounds = client.generate(prompts()[0], params_of(temperature))
         while not next(rounds).num_accepted:
             pass
-        before = len(client.result.token_ids)
         netem.refuse()
-        healer = threading.Timer(1.5, netem.refuse, [False])
-        healer.start()
         for _ in rounds:
             pass
-        healer.join()
         result = client.result
     assert result.token_ids == ar(temperature)[0]
     assert not result.unverified_ids
-    assert alone, "it drafted nothing alone"
-    assert len(alone[-1]) >= 32 - before - 8, "it stopped before the end"
+    assert max(map(len, alone)) > 16  # more than the tree that was under way
     # What it wrote alone are the rounds ahead that the server verified first.
     assert result.counters.sent_ahead > 0
 

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.drafters.base import Drafter
 from paceline.sampling import gumbel_at
-from paceline.types import EMPTY_DRAFT, Budget, Draft, DraftStep, FloatArray, Outcome
+from paceline.types import EMPTY_DRAFT, Budget, Draft, DraftStep, Outcome
 
 if TYPE_CHECKING:
     from paceline.models.base import ModelRunner
@@ -35,6 +36,8 @@ MAX_PAIRS = 65_536
 WINDOW = 48  # target tokens that are compared at a time
 CANDIDATES = 64  # draft tokens that are looked at above temperature 0
 _UNFINISHED = "\ufffd"
+
+Scores = npt.NDArray[np.floating[Any]]
 
 
 class Translator:
@@ -250,9 +253,7 @@ class OmniDraft(Drafter):
             steps = [[(len(d) - 1, d[-1], len(d) - 2)] for d in (drafted[i] for i in active)]
             logits = self.model.expand([mirrors[i] for i in active], steps)
 
-    def _ends(
-        self, rule: StopRule | None, drafted: list[int], scores: FloatArray, row: int
-    ) -> bool:
+    def _ends(self, rule: StopRule | None, drafted: list[int], scores: Scores, row: int) -> bool:
         """Whether a stop rule ends a draft at its last token, which came from this row."""
         if rule is None:
             return False
@@ -265,7 +266,7 @@ class OmniDraft(Drafter):
 
     def _choose(
         self, session: SessionView, drafted: list[int], logits: torch.Tensor
-    ) -> tuple[int, FloatArray]:
+    ) -> tuple[int, Scores]:
         """The next draft token, and the scores that it is the best of.  # [k]"""
         params = session.params
         if params.temperature == 0:

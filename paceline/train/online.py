@@ -107,7 +107,7 @@ def hybrid_loss(
     """
     hidden, rows, places = _hidden(model, drafts)
     logits = model.lm_head(hidden).float()  # [num_rows, longest, vocab_size]
-    total = logits.new_zeros(())
+    total: Tensor = torch.zeros((), device=logits.device)
     rejected = [i for i, draft in enumerate(drafts) if len(draft.spelling)]
     by_size: dict[int, list[int]] = {}  # number of top_ids -> drafts
     for i in rejected:

@@ -205,7 +205,7 @@ def test_a_guess_that_changes_is_drafted_on_from_where_it_does(
     drafter.open(session)
     drafter.read_states(session, states[:8].flatten(1))
     drafter.propose([session], [Budget(2, 2)])
-    found = {}
+    found: dict[tuple[int, ...], list[list[int]]] = {}
     for last in ([3, 4, 5], [3, 6], [3, 4, 5]):
         session.token_ids = [*IDS[:9], *last]
         found.setdefault(tuple(last), []).append(

@@ -348,7 +348,7 @@ def test_the_head_reads_what_the_token_was_drafted_from(
 
 
 def test_a_head_for_another_draft_model_is_refused() -> None:
-    head = AcceptanceHead(AcceptanceBlocks(5).state_dict())  # type: ignore[arg-type]
+    head = AcceptanceHead(AcceptanceBlocks(5).state_dict())
     with pytest.raises(InvalidArgument, match="hidden states of 5 numbers"):
         head(type("Step", (), {"hidden": torch.zeros(96)}))  # type: ignore[arg-type]
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.netem import Link, Netem
+from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
 from paceline.deployments.gateway import Relay
 from paceline.deployments.lease import Endpoint, Lease, Unleased
@@ -212,6 +213,18 @@ def test_only_heads_that_draft_on_go_on_alone(server: RpcServer) -> None:
             result = generate(client, 0, 0.0)
         assert result.token_ids == ar(0.0)[0]
         assert result.counters.sent_ahead == 0
+
+
+def test_chains_of_moa_do_not_leave_ahead_while_a_server_answers(server: RpcServer) -> None:
+    with DeviceClient(
+        [server.address], {"moa": head_of("moa")},
+        speculation=SpeculationConfig(method="moa", length="fixed", shape="chain"),
+        modes=(Mode.DEVICE,),
+        offline_ok=True,
+    ) as client:  # fmt: skip
+        result = generate(client, 0, 0.0)
+    assert result.token_ids == ar(0.0)[0]
+    assert result.counters.sent_ahead == 0
 
 
 # --- the wire ------------------------------------------------------------------------------------

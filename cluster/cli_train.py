@@ -488,8 +488,8 @@ def length_head(
         str | None,
         typer.Option(
             metavar="KIND",
-            help="Train ldlp for a draft head of this kind, into its folder; default: for the "
-            "draft model.",
+            help="Train ldlp for a draft head of this kind, into its folder, or with omnidraft "
+            "specdecpp for a drafter with tokens of its own; default: for the draft model.",
         ),
     ] = None,
     prompts: NumPrompts = 160,
@@ -511,7 +511,7 @@ def length_head(
         from paceline.train import length_heads
 
     set_threads(None, target)
-    engine = load_engine(target, drafter)
+    engine = load_engine(target, drafter, translate=head == "omnidraft")
     out_folder = folder or engine.length_context.heads
     assert out_folder is not None
     result = length_heads.train_length_head(

@@ -2,7 +2,9 @@
 
 Online Speculative Decoding (Liu et al. 2023, arXiv 2310.07177): a rejected token shows where the
 draft model is wrong, and verification has computed the target's distribution at that place already.
-:mod:`paceline.train.online` trains on what is kept here. None of this changes a token.
+A draft model with tokens of its own (OmniDraft, Ramakrishnan et al. 2025, arXiv 2507.02659) learns
+from whole drafts, told in its own tokens. :mod:`paceline.train.online` trains on what is kept here.
+None of this changes a token.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from paceline.drafters.omnidraft import Translator
 from paceline.engine.events import RoundEvent
 from paceline.errors import InvalidArgument
 from paceline.lengths.auto import Auto
@@ -47,6 +51,75 @@ class RejectedPosition:
     top_probs: FloatArray
     at: float
 
+    @property
+    def text(self) -> IntArray:
+        """The tokens that the draft model reads to learn from this.  # [at least 1]"""
+        return self.token_ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JudgedDraft(RejectedPosition):
+    """A draft in a draft model's own tokens, as far as the target has judged it.
+
+    All token ids are the draft model's. ``token_ids`` is the context behind the accepted part, and
+    ``top_ids`` are tokens that stand for one target token alone, with the target's probabilities.
+
+    Attributes:
+        num_accepted: tokens at the end of the context that spell the accepted part.
+        spelling: tokens that spell the target's token in place of the rejected one; empty: nothing
+            was rejected.  # [n]
+    """
+
+    num_accepted: int
+    spelling: IntArray
+
+    @property
+    def text(self) -> IntArray:
+        return np.concatenate([self.token_ids, self.spelling[:-1]])
+
+    def judged(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the judged tokens were drafted from, and whether each was accepted.
+
+        A token that several draft tokens spell counts by the first of them.
+
+        Args:
+            place: of the context's last token in a row.
+
+        Returns:
+            Places, and 1 or 0 for each.  # int64 [n], float32 [n]
+        """
+        places = torch.arange(place - self.num_accepted, place + (len(self.spelling) > 0))
+        return places, (places < place).float()
+
+
+def packed_rows(
+    rejections: Sequence[RejectedPosition],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The contexts as rows, of which rejections of one session share one.
+
+    Returns:
+        Token ids, filled up at the right  # int64 [num_rows, longest]
+        The row of each rejection, and its place there: that of its last token.  # int64 [n]
+    """
+    texts: list[IntArray] = []
+    shared: dict[tuple[str, int], list[int]] = {}  # rows by session and start
+    rows = [0] * len(rejections)
+    for i in sorted(range(len(rejections)), key=lambda i: -len(rejections[i].text)):
+        each, text = rejections[i], rejections[i].text
+        candidates = shared.setdefault((each.session_id, each.start), [])
+        # Draft models with tokens of their own may cut a longer text otherwise.
+        found = next((r for r in candidates if np.array_equal(texts[r][: len(text)], text)), None)
+        if found is None:
+            found = len(texts)
+            candidates.append(found)
+            texts.append(text)
+        rows[i] = found
+    ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)] = torch.from_numpy(text)
+    places = torch.tensor([len(each.token_ids) - 1 for each in rejections])
+    return ids, torch.tensor(rows), places
+
 
 def rejected_row(outcome: Outcome) -> int | None:
     """The row of the verification's logits at the rejected position; None: nothing was rejected.
@@ -78,6 +151,8 @@ class RejectionRecorder:
         top_k, window: see :data:`TOP_K` and :data:`WINDOW`.
         vocab_size: of the draft model, if it may be smaller than the target's; tokens that it does
             not have are among the others.
+        translator: of a draft model with tokens of its own (method ``omnidraft``): each draft of it
+            is then recorded as a :class:`JudgedDraft`. None: ``draft_model`` drafts.
 
     Attributes:
         num_dropped: rejections that found no room.
@@ -93,37 +168,87 @@ class RejectionRecorder:
         top_k: int = TOP_K,
         window: int = WINDOW,
         vocab_size: int | None = None,
+        translator: Translator | None = None,
     ) -> None:
         self._limit, self._records, self._vocab_size = limit, records, vocab_size
+        self._translator = translator
+        self._drafter = "draft_model" if translator is None else "omnidraft"
         self._top_k, self._half = top_k, max(1, window // 2)
         self._waiting: deque[RejectedPosition] = deque()
         self.num_dropped = self.num_judged = self.num_accepted = 0
 
     def __call__(self, event: RoundEvent) -> None:
         outcome, session = event.outcome, event.session
-        if outcome is None or not outcome.draft.num_nodes or drafted_by(session) != "draft_model":
+        if outcome is None or not outcome.draft.num_nodes or drafted_by(session) != self._drafter:
             return
         self.num_accepted += outcome.num_accepted
         row = rejected_row(outcome)
         self.num_judged += outcome.num_accepted + (row is not None)
         # A target on another machine sends no logits.
-        if row is None or not self._records(session) or not len(outcome.verification.logits):
+        if not self._records(session) or not len(outcome.verification.logits):
+            return
+        if row is None and self._translator is None:
             return
         if len(self._waiting) >= self._limit:
             self.num_dropped += 1
             return
-        logits = outcome.verification.logits[row].float()
-        known = logits[: self._vocab_size]
-        values, ids = known.topk(min(self._top_k, len(known)))
-        probs = (values - logits.logsumexp(0)).exp()
-        length = session.length - 1  # the last token is the target's own, in place of the rejected
+        logits = None if row is None else outcome.verification.logits[row].float()
+        length = session.length
+        if len(outcome.token_ids) > outcome.num_accepted:
+            length -= 1  # the last token is the target's own, in place of the rejected
         start = max(0, length // self._half - 1) * self._half
-        context = np.asarray(session.token_ids[start:length], np.int64)
-        self._waiting.append(
-            RejectedPosition(
-                session.session_id, start, context, ids.cpu().numpy(), probs.cpu().numpy(),
-                time.time(),
+        if self._translator is None:
+            assert logits is not None  # see above
+            context = np.asarray(session.token_ids[start:length], np.int64)
+            top = self._top(logits[: self._vocab_size], logits)
+            self._waiting.append(
+                RejectedPosition(session.session_id, start, context, *top, time.time())
             )
+            return
+        judged = self._judged(self._translator, session, outcome, start, length, logits)
+        if judged is not None:
+            self._waiting.append(judged)
+
+    def _top(self, known: torch.Tensor, logits: torch.Tensor) -> tuple[IntArray, FloatArray]:
+        """The highest of some logits: their places among these, and their probabilities."""
+        values, places = known.topk(min(self._top_k, len(known)))
+        return places.cpu().numpy(), (values - logits.logsumexp(0)).exp().cpu().numpy()
+
+    def _judged(
+        self,
+        translator: Translator,
+        session: Session,
+        outcome: Outcome,
+        start: int,
+        length: int,
+        logits: torch.Tensor | None,
+    ) -> JudgedDraft | None:
+        """What became of a draft in the draft model's tokens; None: they cannot spell the text.
+
+        Args:
+            start, length: the context begins and ends there, in the target's tokens.
+            logits: of the target at the rejected position; None: nothing was rejected.
+        """
+        drafted_from = length - outcome.num_accepted
+        before = translator.read(session.token_ids[start:drafted_from])
+        context = translator.read(session.token_ids[start:length])
+        # A draft goes on from `before`; the accepted text may be cut into other tokens with it.
+        if not before or context[: len(before)] != before:
+            return None
+        spelling: list[int] = []
+        tokens, probs = np.empty(0, np.int64), np.empty(0, np.float32)
+        if logits is not None:
+            spelling = translator.spell(session.token_ids[length:])
+            if not spelling:
+                return None
+        if logits is not None and len(spelling) == 1:
+            mapped = np.flatnonzero(translator.alone >= 0)
+            alone = torch.from_numpy(translator.alone[mapped]).to(logits.device)
+            places, probs = self._top(logits[alone], logits)
+            tokens = mapped[places]
+        return JudgedDraft(
+            session.session_id, start, np.asarray(context, np.int64), tokens, probs, time.time(),
+            len(context) - len(before), np.asarray(spelling, np.int64),
         )  # fmt: skip
 
     def take(self) -> list[RejectedPosition]:

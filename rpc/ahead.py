@@ -37,6 +37,7 @@ class AheadOptions:
         fan: None: it cannot draft for several verdicts.
         max_in_flight: rounds under way at a time; 1 waits for every answer.
         alone_ok: while no server answers, the drafter decodes on alone.
+        only_alone: while a server answers, nothing is drafted ahead.
         on_alone: called with a session and its tokens that no target has verified, whenever there
             are more of them.
     """
@@ -47,6 +48,7 @@ class AheadOptions:
     on_alone: Callable[[SessionView, list[int]], None]
     draft: DraftAhead | None = None
     fan: DraftFan | None = None
+    only_alone: bool = False
 
 
 class RoundsAhead:
@@ -101,13 +103,13 @@ class RoundsAhead:
             return False
         if self._session.drafter == "none":
             return False  # the loop has closed it
-        if not is_chain(rounds[-1].draft.parent_indices):
-            return False
         guess = self._transcript.guess
         if self._session.remaining - len(guess) < 2:
             return False  # the guessed token and the target's next one
         if is_down:
             return options.alone_ok
+        if options.only_alone or not is_chain(rounds[-1].draft.parent_indices):
+            return False
         likely = (self._accepted / self._drafted) ** (len(guess) + 1) >= MIN_CHANCE
         return likely and len(rounds) < options.max_in_flight
 

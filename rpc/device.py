@@ -286,6 +286,8 @@ class DeviceClient:
                     self.target.ahead.fan = lambda session, draft: draft_fans(
                         own, [session], [draft]
                     )[0]
+            elif own.drafts_on:
+                self.target.ahead.draft, self.target.ahead.only_alone = own.draft_on, True
             elif own.copies:
                 own = copier = CopyAhead(own)
                 self.target.ahead.draft = copier.draft_ahead

@@ -154,7 +154,8 @@ class RemoteTarget:
     @property
     def goes_ahead(self) -> bool:
         """Whether drafts leave while answers travel."""
-        return self.ahead.draft is not None and self.ahead.max_in_flight > 1
+        ahead = self.ahead
+        return ahead.draft is not None and ahead.max_in_flight > 1 and not ahead.only_alone
 
     @property
     def vocab_size(self) -> int:

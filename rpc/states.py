@@ -246,9 +246,21 @@ class StatesInbox:
     def take(self, message: common_pb2.States, length: int) -> None:
         """Take what a server has sent for a session of ``length`` tokens.
 
+        Rounds that left together ask for states from the same place on: what is there already is
+        left out.
+
         Raises:
             InvalidArgument: as :meth:`StatesReader.read`.
         """
+        again = self.end - message.first_position
+        if self._reader.end is not None and again > 0:
+            if again >= message.num_positions:
+                return
+            new = common_pb2.States()
+            new.CopyFrom(message)
+            new.first_position, new.num_positions = self.end, message.num_positions - again
+            new.rows = message.rows[again * self._codec.row_bytes :]
+            message = new
         if message.first_position != self._reader.end:  # some are missing in between
             self._reader, self._anew = StatesReader(self._codec), self._reader.end is not None
             self._arrived.clear()

@@ -20,6 +20,7 @@ from paceline.errors import FailedPrecondition, InvalidArgument
 from paceline.rpc.errors import EpochFenced, PrefixDiverged, RoundOutOfOrder
 from paceline.rpc.gen.paceline.v1 import generate_pb2, verify_pb2
 from paceline.rpc.messages import PrefixDigest, fill_draft
+from paceline.tree import children
 from paceline.types import Draft
 
 
@@ -209,9 +210,23 @@ class ProposedRound:
     number: int = 0
 
     @property
+    def path(self) -> tuple[int, ...]:
+        """The nodes that are guessed to be accepted: of a chain all, of a tree the first ones."""
+        following, path = children(self.draft.parent_indices), list[int]()
+        while below := following[path[-1] if path else -1]:
+            path.append(below[0])
+        return tuple(path)
+
+    @property
+    def path_ids(self) -> list[int]:
+        """The tokens of :attr:`path`."""
+        tokens: list[int] = self.draft.token_ids[np.asarray(self.path, np.int64)].tolist()
+        return tokens
+
+    @property
     def guess(self) -> list[int]:
         """The tokens that this round adds to the sequence if all guesses are right."""
-        return [*([] if self.bonus is None else [self.bonus]), *self.draft.token_ids.tolist()]
+        return [*([] if self.bonus is None else [self.bonus]), *self.path_ids]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +250,8 @@ class ClientTranscript(VerifyTranscript):
     """The client's end, whose tokens are enough to open the session on another server.
 
     A client that waits for every answer has one round in flight. One that drafts ahead has more:
-    each follows the guess that the target accepts the whole draft before, and adds the token
+    each follows the guess that the target accepts the whole draft before (of a tree, the best
+    candidates), and adds the token
     ``bonus``. The client forgets rounds whose guess is wrong, which leaves their numbers free.
 
     Attributes:
@@ -312,8 +328,9 @@ class ClientTranscript(VerifyTranscript):
             base, digest = self.length, self._digest.copy()
         else:
             before = self.rounds[-1]
-            base, digest = before.base + before.draft.num_nodes + 1, before.digest.copy()
-            digest.extend([*before.draft.token_ids.tolist(), bonus])
+            drafted, digest = before.path_ids, before.digest.copy()
+            base = before.base + len(drafted) + 1
+            digest.extend([*drafted, bonus])
         self.rounds.append(ProposedRound(base, digest, draft, bonus))
         return self.rounds[-1]
 
@@ -367,9 +384,9 @@ class ClientTranscript(VerifyTranscript):
         return self._committed(
             Verified(
                 round=first.number,
-                accepted_indices=tuple(range(first.draft.num_nodes)),
+                accepted_indices=first.path,
                 next_token=bonus,
-                token_ids=(*first.draft.token_ids.tolist(), bonus),
+                token_ids=(*first.path_ids, bonus),
                 finish_reason=None,
             )
         )
@@ -390,7 +407,7 @@ class ClientTranscript(VerifyTranscript):
         self.round = first.number
         self.finish_reason = verified.finish_reason
         if self.rounds:
-            guess = (*first.draft.token_ids.tolist(), self.rounds[0].bonus)
+            guess = (*first.path_ids, self.rounds[0].bonus)
             if verified.token_ids != guess or verified.finish_reason:
                 self.rounds.clear()
         return verified

@@ -145,6 +145,8 @@ class Drafter(ABC):
         copies: its drafts are chains of tokens that it found, so longer ones cost nothing: the
             engine can request what follows a guess along with the draft.
         quick: to ask it costs next to nothing and changes nothing.
+        drafts_on: it can draft behind tokens that no target has seen, although it reads what the
+            target computes (:meth:`draft_on`).
         states: which states of the target it can read with :meth:`read_states`, as it must where
             the target is in another process; None: it cannot draft there if it needs some.
         forwards: (of one elsewhere) what it passes on of the target's forwards, so that its
@@ -161,6 +163,7 @@ class Drafter(ABC):
     shadows: bool = False
     copies: bool = False
     quick: bool = False
+    drafts_on: bool = False
 
     def check_knobs(self, knobs: Knobs) -> None:  # noqa: B027
         """Check the knobs that depend on the models that are loaded.
@@ -221,6 +224,13 @@ class Drafter(ABC):
         """Up to ``room`` tokens that may follow the session's and ``drafted``, where one that looks
         up finds any."""
         return []
+
+    def draft_on(self, session: SessionView, budget: Budget) -> Draft:
+        """A chain behind a session's tokens, the last of which no target has seen.
+
+        Only where :attr:`drafts_on` says so.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs what a target has computed")
 
     def pseudo_tokens(self, session: SessionView, draft: Draft) -> PseudoTokens | None:
         """Pseudo tokens that the target computes in the forward that verifies ``draft``.

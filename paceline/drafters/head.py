@@ -18,6 +18,7 @@ from paceline.drafters.base import (
 from paceline.models.heads.base import Head, State
 from paceline.models.llama_config import LlamaConfig
 from paceline.sampling import argmax_rows
+from paceline.shapes.kary import chain
 from paceline.types import (
     EMPTY_DRAFT,
     Budget,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 
 Memory = tuple[torch.Tensor, torch.Tensor]
+FIRST_UNSEEN = 1 << 20  # number of the first such node: no draft has as many
 
 
 class _Reading:
@@ -41,6 +43,8 @@ class _Reading:
 
     Attributes:
         num_read: features that the state has read, or that it began with.
+        unseen: tokens behind the committed ones of the last draft, which the state has as a chain
+            of nodes: no target has seen them.
         shares: other sessions may begin with what this one has read.
         is_published: they may begin with its prompt.
     """
@@ -49,6 +53,8 @@ class _Reading:
         self.state = state
         self.features: list[torch.Tensor] = []
         self.num_read = 0
+        self.unseen: list[tuple[int, int]] = []  # token, node
+        self.next_node = FIRST_UNSEEN
         self.shares = self.is_published = False
 
 
@@ -62,6 +68,7 @@ class HeadDrafter(Drafter):
         config, layers = head.target.config, head.feature_layers
         if layers is None:  # of all, where it reads layers
             layers = range(1, config.num_layers + 1) if self._feature is Need.LAYER_STATES else ()
+        self.drafts_on = head.drafts_on
         self.states: StatesLayout | None = StatesLayout(
             self._feature, tuple(layers), config.hidden_size
         )
@@ -145,6 +152,14 @@ class HeadDrafter(Drafter):
             Draft.chain(chain[chain >= 0][:size]) for chain, size in zip(chains, sizes, strict=True)
         ]
 
+    @torch.no_grad()
+    def draft_on(self, session: SessionView, budget: Budget) -> Draft:
+        reading = self._readings[session.session_id]
+        if not reading.num_read or min(budget.depth, budget.nodes) <= 0:
+            return EMPTY_DRAFT  # the head has nothing to begin with
+        (draft,) = chain().build(_BehindStates(self._head, reading), [session], [budget])
+        return draft
+
     @property
     def last_acceptance(self) -> FloatArray | None:
         return self._head.last_acceptance
@@ -164,7 +179,7 @@ class HeadDrafter(Drafter):
                 rows = rows[again:]
             elif again < 0:  # the session was truncated: what it has read is no beginning
                 reading.shares = False
-            reading.num_read = end - 1
+            reading.num_read, reading.unseen = end - 1, []
             following.append(session.token_ids[end - len(rows) : end])
             features.append(rows)
             reading.features = []
@@ -194,6 +209,43 @@ class HeadDrafter(Drafter):
             reading.features.append(features)
 
 
+class _BehindStates:
+    """A head as the expander of one chain behind tokens that no target has seen.
+
+    These tokens become nodes of the head's last draft, once each, so that a step costs one node.
+    """
+
+    def __init__(self, head: Head, reading: _Reading) -> None:
+        self._head, self._reading = head, reading
+
+    def root(self, sessions: Sequence[SessionView]) -> torch.Tensor:
+        (session,), reading = sessions, self._reading
+        tokens = session.token_ids[reading.num_read + 1 :]
+        same = 0
+        while same < min(len(tokens) - 1, len(reading.unseen)):
+            if reading.unseen[same][0] != tokens[same]:
+                break
+            same += 1
+        del reading.unseen[same:]
+        for token in tokens[same:]:
+            logits = self._feed(token)
+        return logits
+
+    def expand(
+        self, sessions: Sequence[SessionView], frontiers: Sequence[Sequence[tuple[int, int, int]]]
+    ) -> torch.Tensor:
+        (((_, token, _),),) = frontiers  # a chain grows by one node
+        return self._feed(token)
+
+    def _feed(self, token: int) -> torch.Tensor:
+        """Logits after one more token.  # [1, vocab_size]"""
+        reading = self._reading
+        node, reading.next_node = reading.next_node, reading.next_node + 1
+        parent = reading.unseen[-1][1] if reading.unseen else -1
+        reading.unseen.append((token, node))
+        return self._head.expand([reading.state], [[(node, token, parent)]])
+
+
 class MemoryHeadDrafter(HeadDrafter):
     """As :class:`HeadDrafter`, of a head that also reads KV entries of the target's last layer.
 
@@ -206,7 +258,7 @@ class MemoryHeadDrafter(HeadDrafter):
 
     def __init__(self, head: Head, entries_of: Callable[[SessionView], Memory]) -> None:
         super().__init__(head)
-        self.states = None  # they are not all that the head reads
+        self.states, self.drafts_on = None, False  # they are not all that the head reads
         self._entries_of = entries_of
 
     def root(self, sessions: Sequence[SessionView]) -> torch.Tensor:

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.drafters.base import Drafter
 from paceline.sampling import gumbel_at
-from paceline.types import EMPTY_DRAFT, Budget, Draft, Outcome
+from paceline.types import EMPTY_DRAFT, Budget, Draft, DraftStep, Outcome
 
 if TYPE_CHECKING:
     from paceline.models.base import ModelRunner
@@ -35,6 +36,8 @@ MAX_PAIRS = 65_536
 WINDOW = 48  # target tokens that are compared at a time
 CANDIDATES = 64  # draft tokens that are looked at above temperature 0
 _UNFINISHED = "\ufffd"
+
+Scores = npt.NDArray[np.floating[Any]]
 
 
 class Translator:
@@ -57,6 +60,12 @@ class Translator:
         """The target's text in draft tokens; empty where it ends within a character."""
         text = self.target.decode(token_ids)
         return [] if text.endswith(_UNFINISHED) else self.drafter.encode(text)
+
+    def spell(self, token_ids: Sequence[int]) -> list[int]:
+        """Draft tokens with the text of target tokens; empty where that ends within a character."""
+        text = self.target.decode(token_ids)
+        ends = not text or text.endswith(_UNFINISHED)
+        return [] if ends else self.drafter.encode(text, add_special_tokens=False)
 
     def translate(self, draft_ids: Sequence[int], limit: int) -> list[int]:
         """Target tokens with the text of ``draft_ids``, or of its beginning; ``limit`` at most."""
@@ -85,9 +94,8 @@ class Translator:
 
     def learn_from(self, token_ids: Sequence[int]) -> None:
         """Learn from tokens of the target."""
-        text = self.target.decode(token_ids)
-        if text and not text.endswith(_UNFINISHED):
-            self.learn(self.drafter.encode(text, add_special_tokens=False), token_ids)
+        if spelled := self.spell(token_ids):
+            self.learn(spelled, token_ids)
 
     def learn(self, draft_ids: Sequence[int], token_ids: Sequence[int]) -> None:
         """Take the pairs of two spellings of one text; others are ignored."""
@@ -127,9 +135,14 @@ def _ends(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[float]:
 
 
 class TokenModel(Protocol):
-    """A draft model that drafts chains by itself, and answers what comes after a few tokens."""
+    """A draft model that drafts chains by itself, and answers what comes after a few tokens.
+
+    Attributes:
+        last_hidden: as :attr:`paceline.drafters.draft_model.DraftModel.last_hidden`.
+    """
 
     runner: ModelRunner
+    last_hidden: torch.Tensor | None
 
     def open(self, session: SessionView) -> None: ...
 
@@ -151,12 +164,15 @@ class TokenModel(Protocol):
 class _Mirror:
     """A session in draft tokens, as the draft model looks at it."""
 
-    stop_rule: StopRule | None = None
-
-    def __init__(self, session_id: str) -> None:
-        self.session_id = session_id
+    def __init__(self, session: SessionView) -> None:
+        self._session = session
+        self.session_id = session.session_id
         self.token_ids: list[int] = []
         self.num_learned = 0  # target tokens that the cache has seen
+
+    @property
+    def stop_rule(self) -> StopRule | None:
+        return self._session.stop_rule
 
 
 class OmniDraft(Drafter):
@@ -165,6 +181,9 @@ class OmniDraft(Drafter):
     Args:
         model: made for its own vocabulary.
         translator: None where both have the same tokenizer: the plain draft model.
+
+    Attributes:
+        num_drafted: tokens of its own that it has drafted; they become fewer when translated.
     """
 
     rewinds = True
@@ -172,11 +191,12 @@ class OmniDraft(Drafter):
     def __init__(self, model: TokenModel, translator: Translator | None = None) -> None:
         self.model = model
         self.translator = translator
+        self.num_drafted = 0
         self._states: dict[str, _Mirror] = {}
 
     def open(self, session: SessionView) -> None:
         self.model.open(session)
-        self._states[session.session_id] = _Mirror(session.session_id)
+        self._states[session.session_id] = _Mirror(session)
 
     def close(self, session: SessionView) -> None:
         self._states.pop(session.session_id, None)
@@ -213,24 +233,44 @@ class OmniDraft(Drafter):
             mirror.num_learned = length
 
     def _draft(self, asked: Sequence[tuple[SessionView, _Mirror, int]]) -> list[list[int]]:
-        """Chains of draft tokens, each as long as its depth."""
+        """Chains of draft tokens, each as long as its depth unless its stop rule ends it before."""
         drafted: list[list[int]] = [[] for _ in asked]
         mirrors = [mirror for _, mirror, _ in asked]
         logits = self.model.root(mirrors)  # [len(asked), draft_vocab_size]
         active = list(range(len(asked)))
         while True:
+            going = []
             for row, i in enumerate(active):
-                drafted[i].append(self._choose(asked[i][0], drafted[i], logits[row]))
-            active = [i for i in active if len(drafted[i]) < asked[i][2]]
+                session, mirror, _ = asked[i]
+                token, scores = self._choose(session, drafted[i], logits[row])
+                drafted[i].append(token)
+                self.num_drafted += 1
+                if not self._ends(mirror.stop_rule, drafted[i], scores, row):
+                    going.append(i)
+            active = [i for i in going if len(drafted[i]) < asked[i][2]]
             if not active:
                 return drafted
             steps = [[(len(d) - 1, d[-1], len(d) - 2)] for d in (drafted[i] for i in active)]
             logits = self.model.expand([mirrors[i] for i in active], steps)
 
-    def _choose(self, session: SessionView, drafted: list[int], logits: torch.Tensor) -> int:
+    def _ends(self, rule: StopRule | None, drafted: list[int], scores: Scores, row: int) -> bool:
+        """Whether a stop rule ends a draft at its last token, which came from this row."""
+        if rule is None:
+            return False
+        hidden = self.model.last_hidden if rule.wants_hidden else None
+        step = DraftStep(len(drafted), drafted[-1], scores, None if hidden is None else hidden[row])
+        ends = rule.stop_after(step)
+        if ends and rule.drops:
+            drafted.pop()
+        return ends
+
+    def _choose(
+        self, session: SessionView, drafted: list[int], logits: torch.Tensor
+    ) -> tuple[int, Scores]:
+        """The next draft token, and the scores that it is the best of.  # [k]"""
         params = session.params
         if params.temperature == 0:
-            return int(logits.argmax())
+            return int(logits.argmax()), logits.float().cpu().numpy()
         translator = self.translator
         assert translator is not None
         values, ids = logits.topk(min(CANDIDATES, len(logits)))
@@ -241,4 +281,4 @@ class OmniDraft(Drafter):
         position = session.length + len(translator.translate(drafted, len(drafted)))
         noise = gumbel_at(params.seed, position, np.where(stands_for >= 0, stands_for, own))
         scores = values.double().cpu().numpy() / params.temperature + noise
-        return int(candidates[int(scores.argmax())])
+        return int(candidates[int(scores.argmax())]), scores

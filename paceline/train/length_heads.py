@@ -10,7 +10,8 @@ mixed from the draft model's tokens and the target's (token mixing, arXiv 2405.1
 DISCO's classifier is fitted to greedy texts. The thresholds of both are chosen by decoding held-out
 prompts with each, for the most tokens per cost. LDLP predicts how many tokens of a draft are
 accepted: those that are to be expected of a draft model, and with a draft head those of the head's
-own rounds.
+own rounds. SpecDec++'s head for a draft model with tokens of its own (method `omnidraft`) learns
+from that model's rounds, too.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ from tqdm import tqdm
 
 from paceline.config import SpeculationConfig
 from paceline.drafters.draft_model import DraftModel
+from paceline.drafters.omnidraft import OmniDraft
 from paceline.engine import Engine, RoundEvent
 from paceline.errors import InvalidArgument
 from paceline.methods import METHODS
 from paceline.models.base import ModelRunner, Segment
+from paceline.rejections import JudgedDraft, RejectionRecorder, packed_rows
 from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.train.trainer import LOG_FOLDER, Batch, TrainOptions, train
@@ -221,8 +224,17 @@ def _run(runner: ModelRunner, token_ids: IntArray) -> tuple[Tensor, Tensor]:
     return result.logits.float().cpu(), hidden.float().cpu()
 
 
-class _Blocks(nn.Module):
+class AcceptanceBlocks(nn.Module):
     """SpecDec++'s acceptance head: residual blocks and a linear layer."""
+
+    @staticmethod
+    def of(weights: Mapping[str, FloatArray]) -> AcceptanceBlocks:
+        """The head with the weights of :class:`paceline.lengths.specdecpp.AcceptanceHead`."""
+        model = AcceptanceBlocks(weights["out.weight"].shape[1])
+        model.load_state_dict(
+            {name: torch.from_numpy(weights[name]) for name in model.state_dict()}
+        )
+        return model
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -321,10 +333,12 @@ class LengthHeadTask:
         return f"tokens {self._training[rows].tolist()} of the target's texts"
 
 
-def specdecpp_task(rows: LabelledRows, metadata: dict[str, str]) -> LengthHeadTask:
+def specdecpp_task(
+    rows: LabelledRows | TranslatedRounds, metadata: dict[str, str]
+) -> LengthHeadTask:
     """Weighted cross entropy with soft labels, on the draft model's own tokens (section 3.2)."""
     accepted = torch.from_numpy(rows.accepted).float()
-    model = _Blocks(rows.mixed_hidden.shape[1])
+    model = AcceptanceBlocks(rows.mixed_hidden.shape[1])
 
     def loss(index: Tensor) -> Tensor:
         return weighted_cross_entropy(model(rows.mixed_hidden[index]), accepted[index])
@@ -455,6 +469,80 @@ def collect_rounds(
     )  # fmt: skip
 
 
+# --- rounds of a draft model with tokens of its own -----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TranslatedRounds:
+    """What became of the tokens that method `omnidraft` drafted, in the draft model's tokens.
+
+    Attributes:
+        token_ids: the token before each drafted one.  # [n]
+        accepted: 1 for those that were accepted, 0 for the first rejected one.  # [n]
+        mixed_hidden: that the draft model drafted from.  # [n, hidden]
+        is_validation: 1 for the rounds of a fifth of the texts.  # [n]
+    """
+
+    token_ids: IntArray
+    accepted: FloatArray
+    mixed_hidden: Tensor
+    is_validation: IntArray
+
+    @property
+    def drafted(self) -> IntArray:
+        """All of them."""
+        return np.ones(len(self.token_ids), np.int64)
+
+    @property
+    def target_hidden(self) -> Tensor:
+        """What the digest of the data reads."""
+        return self.mixed_hidden
+
+
+def collect_translated(
+    engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int, seed: int = 0
+) -> TranslatedRounds:
+    """Let method `omnidraft` draft its longest chains, and record what becomes of their tokens.
+
+    Raises:
+        InvalidArgument: the engine has no draft model with tokens of its own.
+    """
+    drafter = engine.drafters.get("omnidraft")
+    if not isinstance(drafter, OmniDraft) or drafter.translator is None:
+        raise InvalidArgument("drafter", None, "a draft model with tokens of its own")
+    recorder = RejectionRecorder(
+        1 << 30, records=lambda session: True, window=1 << 30, translator=drafter.translator
+    )
+    engine.events.watchers.append(recorder)
+    config = SpeculationConfig(
+        method="omnidraft", length="fixed", num_speculative_tokens=MAX_LENGTH
+    )
+    tokens: list[Tensor] = []
+    accepted: list[Tensor] = []
+    validation: list[int] = []
+    hidden: list[Tensor] = []
+    try:
+        for number, prompt in enumerate(tqdm(prompts, desc="drafting", unit="text")):
+            engine.generate([prompt], text_params(number, num_tokens, seed), config)
+            judged = [draft for draft in recorder.take() if isinstance(draft, JudgedDraft)]
+            ids, rows, places = packed_rows(judged)
+            states = [_run(drafter.model.runner, row)[1] for row in ids.numpy()]
+            for draft, row, place in zip(judged, rows.tolist(), places.tolist(), strict=True):
+                index, labels_of_draft = draft.judged(place)
+                tokens.append(ids[row][index])
+                accepted.append(labels_of_draft)
+                hidden.append(states[row][index])
+                validation += [is_validation(number)] * len(index)
+    finally:
+        engine.events.watchers.remove(recorder)
+    if not validation:
+        raise InvalidArgument("head", "omnidraft", "a draft model that drafts on these prompts")
+    return TranslatedRounds(
+        torch.cat(tokens).numpy(), torch.cat(accepted).numpy(), torch.cat(hidden),
+        np.array(validation, np.int64),
+    )  # fmt: skip
+
+
 # --- thresholds -----------------------------------------------------------------------------------
 
 
@@ -463,14 +551,24 @@ def tokens_per_cost(
     prompts: Sequence[Sequence[int]],
     num_tokens: int,
     draft_cost: float = DRAFT_COST,
+    method: str = "draft_model",
     **knobs: Any,
 ) -> float:
-    """Greedy tokens for each verification, where drafting a token costs ``draft_cost`` of one."""
+    """Greedy tokens for each verification, where drafting a token costs ``draft_cost`` of one.
+
+    Tokens that a draft model drafts in a vocabulary of its own count before they are translated.
+    """
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-    config = SpeculationConfig(method="draft_model", **knobs)
+    config = SpeculationConfig(method=method, **knobs)
+    own = engine.drafters[method]
+    before = own.num_drafted if isinstance(own, OmniDraft) else 0
     stats = [session.stats for session in engine.generate(prompts, params, config)]
-    cost = sum(s.num_rounds + draft_cost * s.num_drafted for s in stats)
-    return sum(s.num_tokens for s in stats) / cost
+    drafted = sum(s.num_drafted for s in stats)
+    if isinstance(own, OmniDraft):
+        drafted = own.num_drafted - before
+    return sum(s.num_tokens for s in stats) / (
+        sum(s.num_rounds for s in stats) + draft_cost * drafted
+    )
 
 
 def best_threshold(
@@ -479,6 +577,7 @@ def best_threshold(
     prompts: Sequence[Sequence[int]],
     num_tokens: int,
     draft_cost: float,
+    method: str = "draft_model",
 ) -> float:
     """The one of ``THRESHOLDS`` with the most tokens per cost on these prompts.
 
@@ -486,15 +585,23 @@ def best_threshold(
     The engine that decodes shares the models, and reads ``file`` from a folder of its own.
     """
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / file.name).write_bytes(file.read_bytes())
+        place = Path(folder) / file.relative_to(file.parents[method == "omnidraft"])
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(file.read_bytes())
         trial = Engine(
-            engine.target, {"draft_model": engine.drafters["draft_model"]},
+            engine.target, {method: engine.drafters[method]},
             tokenizer=engine.tokenizer, eos_token_ids=engine.eos_token_ids,
             length_context=replace(engine.length_context, heads=Path(folder)),
         )  # fmt: skip
         found = {
             threshold: tokens_per_cost(
-                trial, prompts, num_tokens, draft_cost, length=file.stem, stop_threshold=threshold
+                trial,
+                prompts,
+                num_tokens,
+                draft_cost,
+                method,
+                length=file.stem,
+                stop_threshold=threshold,
             )
             for threshold in THRESHOLDS[file.stem]
         }
@@ -535,7 +642,8 @@ def train_length_head(
     ``out/training/<kind>``.
 
     Args:
-        head: train LDLP for methods with a draft head of this kind, into ``out/<head>``.
+        head: train LDLP for methods with a draft head of this kind, into ``out/<head>``; with
+            "omnidraft", train SpecDec++'s head for the draft model with tokens of its own.
         draft_cost: what drafting and verifying one more token costs, in verifications; decides
             thresholds.
 
@@ -546,26 +654,33 @@ def train_length_head(
         InvalidArgument: an unknown kind; an engine that gives no training data; too few prompts.
     """
     kinds = KINDS if kind == "all" else (kind,)
+    method = "omnidraft" if head == "omnidraft" else "draft_model"
     if head is not None:
-        if kind not in ("all", "ldlp"):
-            raise InvalidArgument("kind", kind, "ldlp, the only one that fits a draft head")
-        kinds, out = ("ldlp",), out / head
+        (only,) = kinds = ("specdecpp" if head == "omnidraft" else "ldlp",)
+        if kind not in ("all", only):
+            raise InvalidArgument("kind", kind, f"{only}, the only one that fits {head}")
+        out = out / head
     if not set(kinds) <= set(KINDS):
         raise InvalidArgument("kind", kind, f"all, {', '.join(KINDS)}")
     if len(prompts) < 10:
         raise InvalidArgument("prompts", len(prompts), "at least 10: a fifth is for validation")
     if not 0 < draft_cost < math.inf:
         raise InvalidArgument("draft_cost", draft_cost, "a number above 0")
-    rows: LabelledRows | HeadRounds
+    rows: LabelledRows | HeadRounds | TranslatedRounds
     if head is None:
         rows = collect(engine, prompts, num_tokens, seed)
+    elif head == "omnidraft":
+        rows = collect_translated(engine, prompts, num_tokens, seed)
     else:
         rows = collect_rounds(engine, head, prompts, num_tokens, seed)
     vocab_size = engine.target.vocab_size
     result: dict[str, Any] = {}
     for name in kinds:
         hidden = rows.target_hidden.shape[1]
+        # The context of length controllers knows the size of the draft model with shared tokens.
         drafter_hidden = rows.mixed_hidden.shape[1] if isinstance(rows, LabelledRows) else 0
+        if isinstance(rows, TranslatedRounds):
+            hidden = 0  # it reads nothing of the target
         metadata = {
             "kind": name,
             "vocab_size": str(vocab_size),
@@ -574,14 +689,15 @@ def train_length_head(
         }
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # for the first weights
-            if name == "ldlp":
+            if name == "specdecpp":
+                assert not isinstance(rows, HeadRounds)
+                task = specdecpp_task(rows, metadata)
+            elif name == "ldlp":
+                assert not isinstance(rows, TranslatedRounds)
                 task = ldlp_task(rows, metadata, vocab_size)
             else:
                 assert isinstance(rows, LabelledRows)
-                if name == "specdecpp":
-                    task = specdecpp_task(rows, metadata)
-                else:
-                    task = disco_task(rows, metadata, seed)
+                task = disco_task(rows, metadata, seed)
         epoch = math.ceil(task.num_rows / 256)
         trained = train(
             task,
@@ -604,11 +720,11 @@ def train_length_head(
         }
         if name in THRESHOLDS:
             held_out = [p for i, p in enumerate(prompts) if is_validation(i)]
-            threshold = best_threshold(engine, file, held_out, num_tokens, draft_cost)
+            threshold = best_threshold(engine, file, held_out, num_tokens, draft_cost, method)
             add_threshold(file, threshold)
             result[name]["threshold"] = threshold
     result["num_positions"] = len(rows.token_ids)
-    if isinstance(rows, LabelledRows):
+    if not isinstance(rows, HeadRounds):
         result["acceptance_rate"] = round(float(rows.accepted.mean()), 4)
     else:
         result["mean_accepted"] = round(float(rows.accepted.mean()), 4)

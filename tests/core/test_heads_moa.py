@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 from paceline.config import SpeculationConfig
+from paceline.drafters.head import HeadDrafter
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument
 from paceline.models.heads import HeadLibrary
@@ -21,7 +23,9 @@ from paceline.models.heads.moa import (
 )
 from paceline.models.llama import LlamaRunner
 from paceline.sampling import SamplingParams
+from paceline.shapes.kary import chain
 from paceline.target import ModelTarget
+from paceline.types import Budget, Draws
 from tests.core.toy_heads import (
     accepted_length,
     check_end_of_context,
@@ -133,6 +137,91 @@ def test_sessions_do_not_mix(head: MixtureOfAttentions, states: torch.Tensor) ->
         apart[1].append(head.expand([state], [frontier]))
     for whole, parts in zip(together, apart, strict=True):
         assert torch.allclose(whole, torch.cat(parts), atol=1e-4)
+
+
+class Behind:
+    """A session whose last tokens no target has seen."""
+
+    params, draws, stop_rule, session_id = SamplingParams(), Draws.TOP, None, "s"
+    adapter = tenant = ""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+        self.shape = chain()
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+
+@pytest.mark.parametrize("head", [0], indirect=True, ids=["N=0"])
+def test_it_drafts_on_from_the_last_states_that_it_received(
+    head: MixtureOfAttentions, states: torch.Tensor
+) -> None:
+    """States that come later are not read, and each step costs one node."""
+    nodes: list[int] = []
+    expand = head.expand
+    head.expand = lambda states, frontiers: (  # type: ignore[method-assign]
+        nodes.append(sum(map(len, frontiers))) or expand(states, frontiers)  # type: ignore[func-returns-value]
+    )
+
+    def alone(later: torch.Tensor | None) -> list[int]:
+        drafter, session = HeadDrafter(head), cast(Any, Behind(IDS[:9]))
+        assert drafter.drafts_on
+        drafter.open(session)
+        assert not drafter.draft_on(session, Budget(3, 3)).num_nodes  # nothing to begin with
+        drafter.read_states(session, states[:8].flatten(1))
+        (draft,) = drafter.propose([session], [Budget(4, 4)])
+        session.token_ids += draft.token_ids.tolist()
+        for step in range(3):
+            if later is not None:
+                drafter.read_states(session, later[step : step + 1].flatten(1))
+            nodes.clear()
+            tokens = drafter.draft_on(session, Budget(3, 3)).token_ids.tolist()
+            assert len(tokens) == 3
+            # The first draft's four tokens; later the last one of the three; and two of the new.
+            assert sum(nodes) == (4 if step == 0 else 1) + 2
+            session.token_ids += tokens
+        drafter.close(session)
+        return session.token_ids[9:]  # type: ignore[no-any-return]
+
+    found = alone(None)
+    assert found == alone(states[8:11] + 1.0)
+    state = head.new_state()
+    logits, path = head.root([state], [states[:8]], [IDS[1:9]]), []
+    for node, token in enumerate(found):
+        assert token == int(logits[0].argmax())
+        path.append(token)
+        logits = expand([state], [[(node, token, node - 1)]])
+    head.free(state)
+    assert head.stack.pool.num_free == head.stack.pool.capacity
+
+
+@pytest.mark.parametrize("head", [0], indirect=True, ids=["N=0"])
+def test_a_guess_that_changes_is_drafted_on_from_where_it_does(
+    head: MixtureOfAttentions, states: torch.Tensor
+) -> None:
+    drafter, session = HeadDrafter(head), cast(Any, Behind(IDS[:9]))
+    drafter.open(session)
+    drafter.read_states(session, states[:8].flatten(1))
+    drafter.propose([session], [Budget(2, 2)])
+    found: dict[tuple[int, ...], list[list[int]]] = {}
+    for last in ([3, 4, 5], [3, 6], [3, 4, 5]):
+        session.token_ids = [*IDS[:9], *last]
+        found.setdefault(tuple(last), []).append(
+            drafter.draft_on(session, Budget(2, 2)).token_ids.tolist()
+        )
+    first, again = found[3, 4, 5]
+    assert first == again
+    state = head.new_state()
+    head.root([state], [states[:8]], [IDS[1:9]])
+    head.expand([state], [[(0, 3, -1)]])
+    assert found[3, 6][0][0] == int(head.expand([state], [[(1, 6, 0)]])[0].argmax())
+    assert first[0] == int(
+        [head.expand([state], [[(2, 4, 0)]]), head.expand([state], [[(3, 5, 2)]])][1][0].argmax()
+    )
+    head.free(state)
+    drafter.close(session)
 
 
 def test_all_layers_count(head: MixtureOfAttentions, states: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, cast
@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.netem import Link, Netem
+from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
 from paceline.deployments.gateway import Relay
 from paceline.deployments.lease import Endpoint, Lease, Unleased
@@ -170,6 +172,61 @@ def test_states_follow_a_session_that_changes_its_mode(
     assert result.counters.num_opened >= 2
 
 
+# --- without a server ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_moa_goes_on_alone_and_its_text_is_verified_later(
+    server: RpcServer, temperature: float
+) -> None:
+    """From the last states that it received, to the end; then AR's tokens, whatever it wrote."""
+    alone: list[list[int]] = []
+
+    def note(ids: Sequence[int]) -> None:
+        alone.append(list(ids))
+        if len(client.result.token_ids) + len(ids) >= 32 - 2:  # as far as it can go
+            netem.refuse(False)
+
+    with (
+        Netem(server.address, Link(rtt=0.01)) as netem,
+        device("moa", netem.address, offline_ok=True, on_unverified=note) as client,
+    ):
+        rounds = client.generate(prompts()[0], params_of(temperature))
+        while not next(rounds).num_accepted:
+            pass
+        netem.refuse()
+        for _ in rounds:
+            pass
+        result = client.result
+    assert result.token_ids == ar(temperature)[0]
+    assert not result.unverified_ids
+    assert max(map(len, alone)) > 16  # more than the tree that was under way
+    # What it wrote alone are the rounds ahead that the server verified first.
+    assert result.counters.sent_ahead > 0
+
+
+def test_only_heads_that_draft_on_go_on_alone(server: RpcServer) -> None:
+    for method, goes_on in (("moa", True), ("eagle", False), ("medusa", False)):
+        with device(method, server.address, offline_ok=True) as client:
+            assert (client.target.ahead.draft is not None) == goes_on
+            assert not client.target.goes_ahead  # while a server answers, nothing leaves ahead
+            result = generate(client, 0, 0.0)
+        assert result.token_ids == ar(0.0)[0]
+        assert result.counters.sent_ahead == 0
+
+
+def test_chains_of_moa_do_not_leave_ahead_while_a_server_answers(server: RpcServer) -> None:
+    with DeviceClient(
+        [server.address], {"moa": head_of("moa")},
+        speculation=SpeculationConfig(method="moa", length="fixed", shape="chain"),
+        modes=(Mode.DEVICE,),
+        offline_ok=True,
+    ) as client:  # fmt: skip
+        result = generate(client, 0, 0.0)
+    assert result.token_ids == ar(0.0)[0]
+    assert result.counters.sent_ahead == 0
+
+
 # --- the wire ------------------------------------------------------------------------------------
 
 
@@ -323,3 +380,10 @@ def test_a_gap_makes_the_head_begin_anew() -> None:
     inbox.take(message(6, 7.0, 8.0), 9)
     assert inbox.read_by(head, session)
     assert head.calls == [[1.0, 2.0], [3.0], [4.0], "close", "open", [7.0, 8.0]]
+    # Rounds that left together bring states again.
+    session.length = 11
+    inbox.take(message(6, 7.0, 8.0, 9.0), 11)
+    inbox.take(message(7, 8.0, 9.0), 11)
+    inbox.take(message(6, 7.0, 8.0, 9.0, 10.0), 11)
+    assert inbox.read_by(head, session)
+    assert head.calls[6:] == [[9.0], [10.0]]

@@ -383,3 +383,17 @@ class Interleaving:
                 self.arrive(self.frames.pop(0))
             else:
                 self.answer(self.answers.pop(0))
+
+
+def test_a_round_behind_a_tree_follows_its_best_candidates() -> None:
+    client = ClientTranscript([5, 6])
+    tree = Draft(np.array([1, 2, 3, 4]), np.array([-1, -1, 0, 0], np.int32))
+    assert client.propose(tree).path == (0, 2)
+    assert client.guess == [1, 3]
+    behind = client.propose(Draft.chain([8]), bonus=7)
+    assert client.guess == [1, 3, 7, 8]
+    assert behind.base == 2 + 2 + 1
+    digest = PrefixDigest()
+    digest.extend([5, 6, 1, 3, 7])
+    assert behind.digest.value() == digest.value()
+    assert client.propose(Draft.chain(())).path == ()

@@ -25,6 +25,7 @@ from paceline.rejections import (
     RejectionBuffer,
     RejectionRecorder,
     drafted_by,
+    packed_rows,
     rejected_row,
 )
 from paceline.request import Request
@@ -36,7 +37,6 @@ from paceline.train.early_exit import ExitsTask
 from paceline.train.online import (
     ONLINE_DIVERGENCES,
     OnlineTrainer,
-    packed_rows,
     rejection_loss,
     top_events,
 )

@@ -202,6 +202,8 @@ class Head(nn.Module, ABC):
         kind: name in ``HEADS``, in folders and on the command line.
         needs: ``HIDDEN_STATES`` or ``LAYER_STATES``: what its features are.
         training_needs: what its loss needs beside those.
+        drafts_on: drafts may go on behind tokens whose features it does not have, however many:
+            nodes have any number and depth, and read nothing of the target behind the features.
         last_acceptance: of a head that estimates it: how likely the target accepts a token drawn
             from each row of its last answer.  # [num_rows]
     """
@@ -210,6 +212,7 @@ class Head(nn.Module, ABC):
     kind: ClassVar[str]
     needs: ClassVar[frozenset[Need]] = frozenset({Need.HIDDEN_STATES})
     training_needs: ClassVar[frozenset[Need]] = frozenset()
+    drafts_on: ClassVar[bool] = False
     Options: ClassVar[type[Any]]
 
     def __init__(self, target: HeadTarget, options: Any) -> None:

@@ -7,7 +7,8 @@ vectors of verified tokens and never anything after the last of them, so that dr
 fed to the head as in training, however many there are (T-step boundedness); training follows it
 with a staircase mask of steps of ``horizon`` places. *Target layer inference* runs the last N
 layers of the target on the draft, after the true states of the verified tokens; with N = 0 a
-drafter on another machine needs the vectors, the embedding and the output layer only.
+drafter on another machine needs the vectors, the embedding and the output layer only. So it goes
+on from the last vectors that it has received while the target cannot be reached.
 
 Where this departs from the paper: the layers' input is the residual stream after each layer and
 not their keys and values; the staircase has one step length from the start.
@@ -141,6 +142,7 @@ class MixtureOfAttentions(Head):
 
     kind = "moa"
     needs = frozenset({Need.LAYER_STATES})
+    drafts_on = True
     Options = MixtureOptions
 
     def __init__(self, target: HeadTarget, options: MixtureOptions) -> None:

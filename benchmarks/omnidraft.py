@@ -1,12 +1,13 @@
 """A drafter with tokens of its own that learns as it serves, with the head that ends its drafts.
 
     python -m benchmarks.omnidraft                 # the demo target, five minutes of one core
-    python -m benchmarks.omnidraft --seconds 20
+    python -m benchmarks.omnidraft --traffic code --seconds 20
 
-The demo target continues code, and the drafter with 768 tokens of its own drafts for it. Before and
-after it has learnt from what it served, it drafts for new prompts: chains of a fixed length, and
-drafts that the head of acceptance ends. Nothing of a measurement is timed: the numbers are the same
-on every machine with the same kernels' numerics. How far it learns in the given seconds is not.
+The demo target answers word problems, and the drafter with 768 tokens of its own, which learnt from
+code, drafts for it. Before and after it has learnt from what it served, it drafts for new prompts:
+chains of a fixed length, and drafts that the head of acceptance ends. Nothing of a measurement is
+timed: the numbers are the same on every machine with the same kernels' numerics. How far it learns
+in the given seconds is not.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ def learn(engine: Engine, prompts: Iterator[list[int]], options: argparse.Namesp
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=300.0, help="of one core, to learn in")
+    parser.add_argument("--traffic", choices=["questions", "code"], default="questions")
     parser.add_argument("--measured", type=int, default=32, help="prompts to measure on")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--sessions", type=int, default=8, help="at the same time")
@@ -114,7 +116,7 @@ def main() -> None:
     limit_threads(1)
     engine = load_engine(translate=True)
     assert engine.tokenizer is not None
-    asked = list(islice(prompts_of("code", engine.tokenizer, 0), options.measured))
+    asked = list(islice(prompts_of(options.traffic, engine.tokenizer, 0), options.measured))
     result: dict[str, Any] = {}
 
     def measure(when: str) -> None:
@@ -129,7 +131,7 @@ def main() -> None:
             )  # fmt: skip
 
     measure("before")
-    result["updates"] = learn(engine, prompts_of("code", engine.tokenizer, 1), options)
+    result["updates"] = learn(engine, prompts_of(options.traffic, engine.tokenizer, 1), options)
     print(f"{result['updates']} updates in {options.seconds:.0f} s")
     measure("after")
     if options.json:

@@ -6,7 +6,7 @@ import json
 import math
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from paceline.models.llama import LlamaRunner
 from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
+from paceline.types import Outcome
+from paceline.view import SessionView
 from tests.adapters import ATTENTION, linears, make_adapter, merge
 from tests.core.runners import load_runner_without_kernels
 from tests.heads import untrained_heads
@@ -315,13 +317,21 @@ def test_preempted_sessions_keep_their_adapter(
 @pytest.mark.parametrize("method", ["draft_model", "draft_model_tree"])
 def test_an_adapter_may_have_a_draft_model_of_its_own(
     method: str, params: SamplingParams, tiny_folder: Path, folders: dict[str, Path],
-    ar: Callable[..., list[int]], tmp_path: Path,
+    ar: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The merged model is right about its adapter, and the base about itself alone."""
     merged = merge(tiny_folder, folders["all"], tmp_path / "merged")
     models = [DraftModel(LlamaRunner(each, kv_tokens=4000)) for each in (tiny_folder, merged)]
     both = engine(tiny_folder, folders)
     both.drafters["draft_model"] = DraftModels(models[0], {"all": models[1]})
+    told = []  # what the adapter's own model hears of its drafts: without, it computes them again
+    observe = models[1].observe
+
+    def listen(sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
+        told.extend(session.adapter for session in sessions)
+        observe(sessions, outcomes)
+
+    monkeypatch.setattr(models[1], "observe", listen)
     speculation = SpeculationConfig(method=method, length="fixed", num_speculative_tokens=3)
     requests = [
         Request(prompt(i) * 2, params, speculation, adapter=name)
@@ -337,6 +347,7 @@ def test_an_adapter_may_have_a_draft_model_of_its_own(
         right.setdefault(request.adapter, []).append(session.stats.num_rounds)
     fewest = -(-GREEDY.max_tokens // 4)  # rounds in which three drafts and one more token are right
     assert right["all"] == right[""] == [fewest, fewest]
+    assert told == ["all"] * len(told) and len(told) >= 2 * (fewest - 1)
     assert right["attention"][0] > fewest + 2
     for model in models:
         assert model.runner.num_free == model.runner.kv_capacity  # sessions left where they came in

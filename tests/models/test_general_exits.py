@@ -136,7 +136,8 @@ def test_what_goes_on_from_an_exit_is_what_never_left(
     found = runner.forward([Segment(stranger, tokens(4, seed=2)), rest], STATES)
     assert_close(found.logits[found.rows(1)], expected.logits)
     for need, states in found.extras_of(1).items():
-        assert_close(states, expected.extras_of(0)[need])
+        # As in test_general_heads.py: a residual stream is large where layers cancel each other.
+        torch.testing.assert_close(states, expected.extras_of(0)[need], rtol=2e-3, atol=2e-4)
     alone = prefill(runner, tokens(12))
     assert_close(
         found.logits[found.rows(0)],

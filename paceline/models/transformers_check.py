@@ -163,8 +163,8 @@ def exits_fail(runner: ModelRunner, num_layers: int, dtype: torch.dtype) -> str:
         rest = Segment(sequences[1], drafted[3:], parents[3:], resume=(0, 1, 2))
         resumed = runner.forward([rest]).logits
     # As in `find_strategy`: each model fails in its own way, and such a one has no exits.
-    except Exception as error:
-        return f"its layers do not run without one another ({type(error).__name__})"
+    except Exception as failure:
+        return f"its layers do not run without one another ({type(failure).__name__})"
     finally:
         for sequence in sequences:
             runner.free(sequence)

@@ -733,7 +733,8 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
     if hosted in MASKED_DRAFTERS and "draft_model" in (method.drafter, *method.uses):
         allowed = f"a method with {hosted!r} or without a draft model, as model.drafter is masked"
         raise InvalidArgument("speculation.method", method.name, allowed)
-    model, changes = config.model, {}
+    model = config.model
+    changes: dict[str, Any] = {}
     for role, name in (("target", model.target), ("drafter", model.drafter)):
         if name is not None:
             try:

@@ -324,7 +324,7 @@ def test_an_adapter_may_have_a_draft_model_of_its_own(
     models = [DraftModel(LlamaRunner(each, kv_tokens=4000)) for each in (tiny_folder, merged)]
     both = engine(tiny_folder, folders)
     both.drafters["draft_model"] = DraftModels(models[0], {"all": models[1]})
-    told = []  # what the adapter's own model hears of its drafts: without, it computes them again
+    told: list[str] = []  # whose outcomes its own model hears: without, it computes drafts again
     observe = models[1].observe
 
     def listen(sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:

@@ -306,7 +306,8 @@ def test_layers_that_pass_more_than_the_stream_have_no_exits(
     """What the trial at load is for: here a layer adds what another one left behind."""
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-    forward, left = GPT2Block.forward, []
+    forward: Any = GPT2Block.forward
+    left: list[torch.Tensor] = []
 
     def with_memory(self: Any, hidden_states: torch.Tensor, *args: Any, **named: Any) -> Any:
         if self.attn.layer_idx == 0:

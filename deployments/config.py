@@ -79,6 +79,11 @@ class ModelConfig(_Block):
         description="Adapters (LoRA) of the target by the name that requests give as their model: "
         "folders in PEFT's format (docs/models.md).",
     )
+    adapter_drafters: dict[str, _Text] = Field(
+        {},
+        description="Draft models for sessions with an adapter, by the adapter's name, named as "
+        "`drafter`, which drafts for all others. Topology `colocated` only.",
+    )
     dtype: Literal["float32", "bfloat16", "float16", "q8_0", "q4_0", "int8", "auto"] = Field(
         "float32",
         description="Dtype of weights and activations. q8_0, q4_0 and int8 round the weights at "
@@ -679,12 +684,15 @@ class DeploymentConfig(_Block):
         Raises:
             ModelNotFound: a model is not on this node and cannot be downloaded.
         """
-        model, paths = self.model, {}
+        model = self.model
+        paths: dict[str, Any] = {}
         if model.target is not None:
             paths["target"] = str(resolve_model(model.target, weights=target_weights))
         drafter = model.drafter or (model.target and self.drafter_folder)
         if drafter is not None:
             paths["drafter"] = str(resolve_model(drafter))
+        own = {name: str(resolve_model(each)) for name, each in model.adapter_drafters.items()}
+        paths["adapter_drafters"] = own
         return self.model_copy(update={"model": model.model_copy(update=paths)})
 
 
@@ -750,7 +758,8 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
     if hosted in MASKED_DRAFTERS and "draft_model" in (method.drafter, *method.uses):
         allowed = f"a method with {hosted!r} or without a draft model, as model.drafter is masked"
         raise InvalidArgument("speculation.method", method.name, allowed)
-    model, changes = config.model, {}
+    model = config.model
+    changes: dict[str, Any] = {}
     for role, name in (("target", model.target), ("drafter", model.drafter)):
         if name is not None:
             try:
@@ -768,6 +777,7 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
             raise ModelNotFound(f"model.heads: folder {str(folder)!r} does not exist")
         changes["heads"] = str(folder)
     changes["adapters"] = _adapter_folders(config, models_here=models_here)
+    changes["adapter_drafters"] = _adapter_drafters(config, models_here=models_here)
     return config.model_copy(update={"model": model.model_copy(update=changes)})
 
 
@@ -791,6 +801,28 @@ def _adapter_folders(config: DeploymentConfig, *, models_here: bool) -> dict[str
             raise ModelNotFound(f"model.adapters.{name}: folder {str(folder)!r} does not exist")
         folders[name] = str(folder)
     return folders
+
+
+def _adapter_drafters(config: DeploymentConfig, *, models_here: bool) -> dict[str, str]:
+    """The adapters' draft models as :func:`parse_config` names models. Raises: as that."""
+    drafters = config.model.adapter_drafters
+    has_draft_model = config.drafter_folder is not None and config.hosted_drafter == "draft_model"
+    if drafters and (config.topology != "colocated" or not has_draft_model):
+        raise InvalidArgument(
+            "model.adapter_drafters", list(drafters),
+            "none, or topology 'colocated' and a draft model as model.drafter",
+        )  # fmt: skip
+    named = {}
+    for adapter, name in drafters.items():
+        where = f"model.adapter_drafters.{adapter}"
+        if adapter not in config.model.adapters:
+            known = ", ".join(config.model.adapters) or "none there"
+            raise InvalidArgument(where, name, f"the name of one of model.adapters ({known})")
+        try:
+            named[adapter] = pin_model(name, here=models_here)
+        except ModelNotFound as error:
+            raise ModelNotFound(f"{where}: {error}") from error
+    return named
 
 
 def _check_diffusion(config: DeploymentConfig, *, models_here: bool) -> None:
@@ -1040,7 +1072,7 @@ def _with_names(args: dict[str, Any], config: DeploymentConfig) -> dict[str, Any
     given = {role for role, name in (args.get("model") or {}).items() if name is not None}
     names = {
         role: getattr(config.model, role)
-        for role in given & {"target", "drafter", "heads", "adapters"}
+        for role in given & {"target", "drafter", "heads", "adapters", "adapter_drafters"}
     }
     return {**args, "model": {**args["model"], **names}} if names else args
 

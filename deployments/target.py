@@ -60,6 +60,7 @@ def _load(config: DeploymentConfig) -> Engine:
         translate=config.speculation.method == "omnidraft",
         numerics=config.target.numerics,
         adapters=config.model.adapters,
+        adapter_drafters=config.model.adapter_drafters,
     )
 
 

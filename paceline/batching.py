@@ -158,8 +158,7 @@ def _padded(segments: Sequence[Segment], runner: ModelRunner) -> tuple[list[Segm
     result = []
     for segment, count in zip(segments, rows, strict=True):
         more = max(rows) - count
-        plain = segment.pseudo is None and segment.layers is None and not segment.resume
-        if not more or more > room or not plain or segment.sequence.num_pending:
+        if not more or more > room or segment.chooses_layers or segment.sequence.num_pending:
             result.append(segment)
             continue
         room -= more

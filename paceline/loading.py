@@ -14,7 +14,7 @@ from paceline.diffusion.model import MaskedModel
 from paceline.diffusion.runner import BlockRunner
 from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.diffuspec import DiffuSpec
-from paceline.drafters.draft_model import DraftModel
+from paceline.drafters.draft_model import DraftModel, DraftModels
 from paceline.drafters.head import HeadDrafter
 from paceline.drafters.non_autoregressive import NonAutoregressive
 from paceline.drafters.omnidraft import OmniDraft, Translator
@@ -36,6 +36,7 @@ from paceline.models.layouts import read_config
 from paceline.models.llama import LlamaRunner
 from paceline.numerics import refuse_portable
 from paceline.profile import LoadCosts, profile_key, weights_digest
+from paceline.request import check_adapter
 from paceline.target import ModelTarget
 from paceline.tokenizer import Tokenizer, check_same_tokenizer, eos_token_ids, load_tokenizer
 
@@ -302,6 +303,7 @@ def load_engine(
     translate: bool = False,
     numerics: str = "fastest",
     adapters: Mapping[str, str | Path] | None = None,
+    adapter_drafters: Mapping[str, str | Path] | None = None,
 ) -> Engine:
     """An engine over models; without any, over the demo pair.
 
@@ -314,6 +316,8 @@ def load_engine(
             or a published drafter's folder or ``hf:`` name; default: the folder ``heads`` in
             the target's, or those that ship for it.
         numerics, adapters: the target's; see :func:`load_runner`.
+        adapter_drafters: draft models, as ``drafter``, for sessions with an adapter, by its name;
+            ``drafter`` drafts for all others.
 
     Raises:
         ModelNotFound, InvalidArgument: as :func:`load_runner`.
@@ -346,6 +350,23 @@ def load_engine(
             drafters["draft_model"] = load_drafter(
                 drafter, target, dtype=dtype, device=where, kv_tokens=kv_tokens
             )
+    if adapter_drafters:
+        for name in adapter_drafters:
+            check_adapter(name, [*(adapters or {})])
+        base = drafters.get("draft_model")
+        if not isinstance(base, DraftModel):
+            names = [*adapter_drafters]
+            raise InvalidArgument("adapter_drafters", names, "none without a draft model")
+        drafters["draft_model"] = DraftModels(
+            base,
+            {
+                name: load_drafter(
+                    folder, target, dtype=dtype, device=drafter_device or device,
+                    kv_tokens=kv_tokens,
+                )
+                for name, folder in adapter_drafters.items()
+            },
+        )  # fmt: skip
     if translate and target == TARGET_DIR and not is_named:
         drafters["omnidraft"] = load_translating_drafter(
             OWN_TOKENS_DIR, tokenizer, dtype=dtype, device=drafter_device or device,

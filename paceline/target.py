@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import numpy as np
 import torch
 
 from paceline.batching import BatchStrategy, run_segments
-from paceline.models.base import KVSequence, ModelRunner, PseudoTokens, Segment
+from paceline.models.base import KVSequence, LayeredRunner, ModelRunner, PseudoTokens, Segment
 from paceline.models.exits import layers_of
 from paceline.models.llama import LlamaRunner
 from paceline.models.prefix_cache import PrefixCache
@@ -113,6 +113,18 @@ def num_cached(target: Target, token_ids: Sequence[int], tenant: str, adapter: s
     return prefixes.count(token_ids, (number, tenant))
 
 
+def _layered(runner: ModelRunner) -> LayeredRunner | None:
+    return cast(LayeredRunner, runner) if Need.SHARED_MODEL in runner.provides else None
+
+
+def why_lacking(target: Target, needs: frozenset[Need]) -> str:
+    """Why a target does not give what it lacks of ``needs``, with a colon before; "" if unknown."""
+    lacks_exits = Need.SHARED_MODEL in needs - target.provides
+    runner = target.runner if isinstance(target, ModelTarget) else None
+    why = getattr(runner, "why_no_exits", "") if lacks_exits else ""
+    return f": {why}" if why else ""
+
+
 def _new_sequence(runner: ModelRunner, session: SessionView) -> KVSequence:
     if not session.adapter:
         return runner.new_sequence()
@@ -184,12 +196,12 @@ class ModelTarget:
     @property
     def num_layers(self) -> int:
         """Number of layers; 0 if the runner cannot run some of them alone."""
-        return self.runner.config.num_layers if isinstance(self.runner, LlamaRunner) else 0
+        return layered.num_layers if (layered := _layered(self.runner)) else 0
 
     @property
     def head_layers(self) -> float:
         """Size of the output layer, counted in layers; 0 if ``num_layers`` is 0."""
-        return self.runner.config.head_layers if isinstance(self.runner, LlamaRunner) else 0.0
+        return layered.head_layers if (layered := _layered(self.runner)) else 0.0
 
     @property
     def provides(self) -> frozenset[Need]:
@@ -404,8 +416,7 @@ class ModelTarget:
 
         # [num_rows, hidden_size] -> [num_rows, vocab_size] float32
         """
-        assert isinstance(self.runner, LlamaRunner)
-        return self.runner.logits_of(states)
+        return cast(LayeredRunner, self.runner).logits_of(states)
 
     def draft_chains(
         self,

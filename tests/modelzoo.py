@@ -355,6 +355,66 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_IDS = {key: _LLAMA_SIZES[key] for key in _LLAMA_SIZES if key.endswith(("_id", "vocab_size"))}
+_GPT_SIZES = _IDS | {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT_LENGTH}
+_WIDE = _IDS | {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT_LENGTH,
+}
+_GROUPED = _LLAMA_SIZES | {"num_key_value_heads": 2}
+_HEADS_OF_16 = _GROUPED | {"head_dim": 16}
+_WINDOWS = _GROUPED | {"sliding_window": 16, "num_hidden_layers": 4}
+
+# Dense models of the general path whose sizes have other names, or none but those of Llama.
+_KINDS |= {
+    kind: (kind, values)
+    for kind, values in {
+        "apertus": _GROUPED,
+        "arcee": _GROUPED,
+        "biogpt": _WIDE | {"intermediate_size": 128},
+        "codegen": _GPT_SIZES
+        | {"rotary_dim": 8, "n_ctx": CONTEXT_LENGTH, "tie_word_embeddings": False},
+        "cohere": _GROUPED,
+        "cohere2": _WINDOWS,
+        "ernie4_5": _HEADS_OF_16,
+        "exaone4": _WINDOWS | {"sliding_window_pattern": 2},
+        "falcon": _WIDE | {"alibi": False},
+        "glm": _HEADS_OF_16,
+        "glm4": _HEADS_OF_16,
+        "gpt_bigcode": _GPT_SIZES,
+        "gpt_neo": _IDS
+        | {
+            "hidden_size": 64,
+            "num_layers": 4,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 2]],
+            "window_size": 16,
+            "max_position_embeddings": CONTEXT_LENGTH,
+        },
+        "helium": _HEADS_OF_16,
+        "hunyuan_v1_dense": _HEADS_OF_16,
+        "mpt": _IDS | {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": CONTEXT_LENGTH},
+        "nemotron": _GROUPED,
+        "olmo": _GROUPED,
+        "olmo3": _WINDOWS,
+        "persimmon": _LLAMA_SIZES,
+        "phi": _GROUPED,
+        "seed_oss": _HEADS_OF_16,
+        "stablelm": _GROUPED,
+        "starcoder2": _GROUPED | {"sliding_window": 16},
+        "xglm": _IDS
+        | {
+            "d_model": 64,
+            "num_layers": 3,
+            "attention_heads": 4,
+            "ffn_dim": 128,
+            "max_position_embeddings": CONTEXT_LENGTH,
+        },
+    }.items()
+}
+
 # One checkpoint of each architecture that declares differences from Llama.
 DIFFERENT_KINDS = (
     "olmo2",

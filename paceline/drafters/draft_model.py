@@ -6,7 +6,7 @@ Leviathan, Kalman, Matias 2022 (arXiv 2211.17192); trees of drafts as in SpecInf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -226,3 +226,55 @@ class DraftModel(Drafter):
         state.entry_of_node.clear()
         state.paths.clear()
         state.first_like = {-1: -1}
+
+
+class DraftModels(DraftModel):
+    """A draft model, and others for sessions that decode with one of the target's adapters.
+
+    Args:
+        base: drafts for all other sessions, and for drafters that read its ``runner``.
+        own: draft models by the adapter's name.
+    """
+
+    def __init__(self, base: DraftModel, own: Mapping[str, DraftModel]) -> None:
+        super().__init__(base.runner, base.vocab_size)
+        self._own = dict(own)
+
+    def fit_vocabulary(self, vocab_size: int) -> None:
+        super().fit_vocabulary(vocab_size)
+        for each in self._own.values():
+            each.fit_vocabulary(vocab_size)
+
+    def open(self, session: SessionView) -> None:
+        own = self._own.get(session.adapter)
+        super().open(session) if own is None else own.open(session)
+
+    def close(self, session: SessionView) -> None:
+        own = self._own.get(session.adapter)
+        super().close(session) if own is None else own.close(session)
+
+    def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
+        drafts = [EMPTY_DRAFT] * len(sessions)
+        for own, members in self._groups(sessions):
+            propose = super().propose if own is None else own.propose
+            made = propose([sessions[i] for i in members], [budgets[i] for i in members])
+            for i, draft in zip(members, made, strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
+        for own, members in self._groups(sessions):
+            observe = super().observe if own is None else own.observe
+            observe([sessions[i] for i in members], [outcomes[i] for i in members])
+
+    def _groups(
+        self, sessions: Sequence[SessionView]
+    ) -> Iterator[tuple[DraftModel | None, list[int]]]:
+        """Each draft model, None being the base's, and its sessions."""
+        members: dict[str, list[int]] = {}
+        for i, session in enumerate(sessions):
+            members.setdefault(session.adapter if session.adapter in self._own else "", []).append(
+                i
+            )
+        for adapter, chosen in members.items():
+            yield self._own.get(adapter), chosen

@@ -23,7 +23,7 @@ from paceline.plan import Plan, resolve, trained_rule
 from paceline.request import Request, check_adapter
 from paceline.sampling import SamplingParams
 from paceline.session import Session
-from paceline.target import ModelTarget, Target, num_cached
+from paceline.target import ModelTarget, Target, num_cached, why_lacking
 from paceline.tokenizer import Tokenizer
 
 LONGEST_READ = 256
@@ -194,7 +194,10 @@ class Intake:
                 trained_rule(rule, self.length_context)
             except InvalidArgument as error:
                 return str(error)
-        return f"the target does not give its {', '.join(lacking)}" if lacking else None
+        if not lacking:
+            return None
+        why = why_lacking(self._target, needs)
+        return f"the target does not give its {', '.join(lacking)}{why}"
 
     def _plan(self, request: Request) -> Plan:
         """The plan of the request's method; makes the drafters that it needs."""
@@ -205,7 +208,8 @@ class Intake:
             raise InvalidArgument(
                 "method", plan.method.name,
                 f"a method that does not need the target's {', '.join(lacking)}, which this target "
-                "on the general path does not give (docs/models.md has the fast path's)",
+                "on the general path does not give (docs/models.md has the fast path's)"
+                f"{why_lacking(self._target, needs)}",
             )  # fmt: skip
         self._drafters.ensure(
             plan, lambda: sorted(n for n, m in self._catalogue.items() if not self.refusal(m))

@@ -88,6 +88,11 @@ class Segment:
             + (0 if self.pseudo is None else len(self.pseudo.parent_indices))
         )
 
+    @property
+    def chooses_layers(self) -> bool:
+        """Whether some row does not run through all layers in this forward."""
+        return self.layers is not None or bool(self.resume) or self.pseudo is not None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardResult:
@@ -174,4 +179,23 @@ class ModelRunner(Protocol):
     @property
     def num_free(self) -> int:
         """Number of free KV entries."""
+        ...
+
+
+class LayeredRunner(ModelRunner, Protocol):
+    """A runner that provides ``SHARED_MODEL``.
+
+    Attributes:
+        num_layers: of the model.
+        head_layers: weights of the output layer over those that a token multiplies with in a layer.
+    """
+
+    num_layers: int
+    head_layers: float
+
+    def logits_of(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits of a residual stream after any layer, through the shared norm and head.
+
+        # [num_rows, hidden_size] -> [num_rows, vocab_size] float32
+        """
         ...

@@ -94,6 +94,7 @@ class LlamaRunner(TakesWeights):
         self.config = config = LlamaConfig.from_folder(folder)
         self.dtype, self.device = dtype, device
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
+        self.num_layers, self.head_layers = config.num_layers, config.head_layers
         if batch_invariant is None:
             batch_invariant = device.type == "cpu" and dtype is torch.float32
         self._ops = _choose_ops(

@@ -99,7 +99,7 @@ def pack_segments(
     if len(selected) < count:
         index = torch.tensor(selected, dtype=torch.long, device=device)
     batch = PackedBatch(tokens, rows, index, tuple(row_offsets), tuple(extra_offsets))
-    if any(s.layers is not None or s.resume or s.pseudo is not None for s in segments):
+    if any(segment.chooses_layers for segment in segments):
         _choose_layers(batch, segments, num_layers)
     return batch
 

@@ -21,7 +21,14 @@ from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.models import kernels
 from paceline.models.base import ForwardResult, KVSequence, Segment
 from paceline.models.layouts import read_config
-from paceline.models.transformers_check import find_strategy, has_states, make_trees
+from paceline.models.transformers_check import (
+    exits_fail,
+    find_strategy,
+    has_states,
+    make_trees,
+    why_no_exits,
+)
+from paceline.models.transformers_layers import ChosenLayers, chosen_rows
 from paceline.models.transformers_loading import load_causal_lm
 from paceline.models.transformers_sequence import NewTokens, TransformersSequence
 from paceline.models.transformers_taps import OutputLayer
@@ -56,6 +63,9 @@ class TransformersRunner:
         kv_tokens: tokens that all sequences together may hold; default 16 full contexts, at most
             65,536 unless one context is longer.
         strategy: how to run trees; None finds the fastest one that gives right logits.
+
+    Attributes:
+        why_no_exits: why some layers cannot run without the others; empty if they can.
 
     Raises:
         ModelNotFound: the folder, its config or its weights are missing, damaged or incomplete.
@@ -102,6 +112,7 @@ class TransformersRunner:
             strategy = find_strategy(self, self._calls, self.use, has_window=has_window)
         self.use(strategy)
         self._find_output_layer(read_config(Path(path)))
+        self._find_exits()
 
     def use(self, strategy: Strategy) -> None:
         """Run trees in this way from now on; no sequence may be open."""
@@ -123,6 +134,20 @@ class TransformersRunner:
             self._output_layer = layer
         else:
             self.provides -= STATES
+
+    def _find_exits(self) -> None:
+        """Find out whether some of the layers can run without the others."""
+        self.why_no_exits = why_no_exits(self.strategy, self.provides)
+        if not self.why_no_exits:
+            self._chosen = ChosenLayers(self._calls)
+            self.num_layers, self.head_layers = self._chosen.num_layers, self._chosen.head_layers
+            self.why_no_exits = exits_fail(self, self.num_layers, self.dtype)
+        if not self.why_no_exits:
+            self.provides |= {Need.SHARED_MODEL}
+
+    def logits_of(self, states: torch.Tensor) -> torch.Tensor:
+        """See :class:`paceline.models.base.LayeredRunner`."""
+        return self._chosen.logits_of(states)
 
     # --- ModelRunner ---------------------------------------------------------------------------
 
@@ -183,7 +208,7 @@ class TransformersRunner:
                 "model gives on the general path",
             )
         states = wants & STATES
-        total = sum(len(segment.token_ids) for segment in segments)
+        total = sum(segment.num_rows - len(segment.resume) for segment in segments)
         if total > self.num_free:
             raise ResourceExhausted(
                 f"a forward of {total} tokens needs {total} free KV entries, {self.num_free} of "
@@ -200,7 +225,11 @@ class TransformersRunner:
             try:
                 for segment, (sequence, parents) in zip(segments, checked, strict=True):
                     self._append(sequence, segment, parents)
-                rows, extras = self._run(news, states)
+                if any(segment.chooses_layers for segment in segments):
+                    firsts = [new.first for new in news]
+                    rows, extras = self._chosen.run(chosen_rows(segments, firsts), states)
+                else:
+                    rows, extras = self._run(news, states)
             except BaseException:
                 for new in news:
                     self._undo(new)
@@ -210,7 +239,7 @@ class TransformersRunner:
             logits.to(self.device, torch.float32),
             tuple(itertools.accumulate(map(len, rows), initial=0)),
             extras,
-            tuple(itertools.accumulate((len(s.token_ids) for s in segments), initial=0)),
+            tuple(itertools.accumulate((s.num_rows for s in segments), initial=0)),
         )
 
     def _run(
@@ -289,22 +318,11 @@ class TransformersRunner:
         sequence = _own(segment.sequence)
         if sequence.closed:
             raise InvalidArgument("sequence", "freed", "a sequence that is in use")
-        count, first = len(segment.token_ids), sequence.num_pending
-        ids = segment.token_ids
-        if count and (int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size):
+        ids, first = segment.token_ids, sequence.num_pending
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size):
             bad = int(next(t for t in ids if not 0 <= t < self.vocab_size))
             raise InvalidArgument("token_ids", bad, f"token ids in [0, {self.vocab_size})")
-        if segment.parent_indices is None:
-            parents = list(range(first - 1, first + count - 1))
-        else:
-            parents = [int(parent) for parent in segment.parent_indices]
-            for index, parent in enumerate(parents):
-                if not -1 <= parent < first + index:
-                    raise InvalidArgument(
-                        f"parent_indices[{index}]", parent, f"-1 or below {first + index}"
-                    )
-            if len(parents) != count:
-                raise InvalidArgument("parent_indices", len(parents), f"{count} entries")
+        parents = _parents(segment, first)
         deepest = int(
             depths(np.asarray(sequence.pending_parents + parents, np.int32)).max(initial=0)
         )
@@ -317,20 +335,34 @@ class TransformersRunner:
         return sequence, parents
 
     def _append(self, sequence: TransformersSequence, segment: Segment, parents: list[int]) -> None:
-        sequence.pending_ids += [int(token) for token in segment.token_ids]
+        pseudo = len(parents) - len(segment.token_ids)
+        sequence.pending_ids += [int(token) for token in segment.token_ids] + [0] * pseudo
         sequence.pending_parents += parents
         self._used += len(parents)
 
     def _undo(self, new: NewTokens) -> None:
         """Take back the tokens of a forward that failed, and cut off what of them is cached."""
-        sequence, first = new.sequence, new.first
-        self._used -= sequence.num_pending - first
-        del sequence.pending_ids[first:], sequence.pending_parents[first:]
-        for node in [node for node in sequence.node_states if node >= first]:
-            del sequence.node_states[node]
-        known = sequence.cached_pending
-        known[:] = list(itertools.takewhile(lambda node: node < first, known))
-        sequence.crop(sequence.length + len(known))
+        self._used -= new.count
+        new.sequence.drop_from(new.first)
+
+
+def _parents(segment: Segment, first: int) -> list[int]:
+    """The parent of every new token and then of every pseudo token among the pending entries."""
+    count = len(segment.token_ids)
+    if segment.parent_indices is None:
+        parents = list(range(first - 1, first + count - 1))
+    else:
+        parents = [int(parent) for parent in segment.parent_indices]
+        if len(parents) != count:
+            raise InvalidArgument("parent_indices", len(parents), f"{count} entries")
+    if segment.pseudo is not None:
+        parents += [int(parent) for parent in segment.pseudo.parent_indices]
+    for index, parent in enumerate(parents):
+        if not -1 <= parent < first + index:
+            raise InvalidArgument(
+                f"parent_indices[{index}]", parent, f"-1 or below {first + index}"
+            )
+    return parents
 
 
 def _own(sequence: KVSequence) -> TransformersSequence:

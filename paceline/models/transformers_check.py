@@ -129,6 +129,52 @@ def has_states(runner: ModelRunner, calls: ModelCalls, layer: OutputLayer) -> bo
     return bool(error <= _TOLERANCE[calls.dtype])
 
 
+def why_no_exits(strategy: Strategy, provides: frozenset[Need]) -> str:
+    """Why a model cannot run some of its layers alone, as far as is known of it; else empty."""
+    if not provides >= STATES:
+        return "the states after its layers are not found"
+    if strategy == "packed":
+        return ""
+    if strategy in ("tree", "paths"):
+        return "its attention is code of its own, so its KV entries are not Paceline's"
+    return "its layers keep a state, which goes on only when a token has passed all of them"
+
+
+def exits_fail(runner: ModelRunner, num_layers: int, dtype: torch.dtype) -> str:
+    """Why a model cannot go on from an exit; empty if it can.
+
+    A tree that leaves after the first layers and goes on must have the logits of one that runs as
+    a whole, and so must new rows beside it.
+
+    Args:
+        runner: of the model, which must take segments that choose their layers.
+    """
+    ids = np.random.default_rng(2).integers(0, runner.vocab_size, 11).astype(np.int64)
+    prompt, drafted, parents = ids[:6], ids[6:], np.array([-1, 0, 0, 1, 2], np.int32)
+    exits = range(max(1, num_layers // 2))
+    sequences = [runner.new_sequence() for _ in range(2)]
+    try:
+        for sequence in sequences:
+            runner.forward([Segment(sequence, prompt, logits="none")])
+            runner.commit(sequence, range(len(prompt)))
+        plain = runner.forward([Segment(sequences[0], drafted, parents)]).logits
+        first = Segment(sequences[1], drafted[:3], parents[:3], layers=exits, resumable=True)
+        runner.forward([first])
+        rest = Segment(sequences[1], drafted[3:], parents[3:], resume=(0, 1, 2))
+        resumed = runner.forward([rest]).logits
+    # As in `find_strategy`: each model fails in its own way, and such a one has no exits.
+    except Exception as failure:
+        return f"its layers do not run without one another ({type(failure).__name__})"
+    finally:
+        for sequence in sequences:
+            runner.free(sequence)
+    spread = (plain - plain.mean(-1, keepdim=True)).square().mean().sqrt()
+    error = (plain - resumed).square().mean(-1).sqrt().max() / spread
+    if bool(error <= _TOLERANCE[dtype]):
+        return ""
+    return "more than the residual stream passes from one of its layers to the next"
+
+
 def _check_logits(runner: ModelRunner, tokens: IntArray, length: int) -> torch.Tensor:
     """Logits of two trees with a commit between them, for two sequences side by side.
 

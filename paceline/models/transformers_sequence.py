@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from paceline.models.transformers_packed import PackedRows, SequenceKV
 from paceline.tree import ancestor_mask, depths
 from paceline.types import IndexArray
+
+if TYPE_CHECKING:
+    import torch
 
 Wanted = Literal["all", "last", "none"]
 
@@ -26,6 +30,8 @@ class TransformersSequence:
             order.
         state: of a recurrent model, after the first ``state_length`` committed tokens; None at 0.
         node_states: the same after pending nodes.
+        exit_states: what pending nodes that left early had after each of their layers.
+            # [num_layers_run, hidden_size] each
     """
 
     def __init__(self) -> None:
@@ -38,6 +44,7 @@ class TransformersSequence:
         self.state: Any = None
         self.state_length = 0
         self.node_states: dict[int, Any] = {}
+        self.exit_states: dict[int, torch.Tensor] = {}
         self.closed = False
 
     @property
@@ -62,6 +69,16 @@ class TransformersSequence:
         self.pending_parents.clear()
         self.cached_pending.clear()
         self.node_states.clear()
+        self.exit_states.clear()
+
+    def drop_from(self, first: int) -> None:
+        """Drop the pending tokens from ``first`` on, and what of them is cached."""
+        del self.pending_ids[first:], self.pending_parents[first:]
+        for node in [node for node in self.node_states if node >= first]:
+            del self.node_states[node]
+        known = self.cached_pending
+        known[:] = list(itertools.takewhile(lambda node: node < first, known))
+        self.crop(self.length + len(known))
 
     def forget(self) -> None:
         """Release everything but the tokens."""

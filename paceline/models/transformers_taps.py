@@ -6,7 +6,7 @@ after each layer, and the states after the final norm, on which the output layer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -30,6 +30,7 @@ class StateTaps:
 
     Attributes:
         num_layers, hidden_size: of the model.
+        layers: its modules.
 
     Raises:
         LookupError: the model has no list of its layers.
@@ -38,7 +39,7 @@ class StateTaps:
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config()
         self.num_layers, self.hidden_size = int(config.num_hidden_layers), int(config.hidden_size)
-        self._decoder, self._layers = _find_layers(model, self.num_layers)
+        self._decoder, self.layers = _find_layers(model, self.num_layers)
 
     def width(self, needs: frozenset[Need]) -> int:
         """Numbers of a token's states, as :meth:`taken` lays them out."""
@@ -69,13 +70,27 @@ class StateTaps:
         if Need.HIDDEN_STATES in needs:
             hooks.append(self._decoder.register_forward_hook(_into(hidden)))
         if Need.LAYER_STATES in needs:
-            hooks += [layer.register_forward_hook(_into(taken)) for layer in self._layers]
+            hooks += [layer.register_forward_hook(_into(taken)) for layer in self.layers]
         try:
             yield taken
         finally:
             for hook in hooks:
                 hook.remove()
         taken[:0] = hidden
+
+    @contextmanager
+    def after(self, layers: Sequence[int]) -> Iterator[list[Tensor]]:
+        """Take the states after some layers from the forward in the block, in its order.
+
+        # [num_rows, num_tokens, hidden_size] each
+        """
+        taken: list[Tensor] = []
+        hooks = [self.layers[layer].register_forward_hook(_into(taken)) for layer in layers]
+        try:
+            yield taken
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _places(self, need: Need) -> int:
         return 1 if need is Need.HIDDEN_STATES else self.num_layers

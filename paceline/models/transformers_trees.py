@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from paceline.models.transformers_loading import quiet
-from paceline.models.transformers_packed import AttentionBatch
+from paceline.models.transformers_packed import AttentionBatch, PackedRows
 from paceline.models.transformers_sequence import NewTokens, TransformersSequence, cache_layers
 from paceline.models.transformers_taps import StateTaps
 from paceline.tree import ancestor_mask, depths, is_chain, leaves, path_to
@@ -135,7 +135,7 @@ class PackedTrees:
 
     def __init__(self, calls: ModelCalls) -> None:
         self._calls = calls
-        self._rope = _RopeRegimes(calls.model.config.get_text_config())
+        self._rope = RopeRegimes(calls.model.config.get_text_config())
 
     def run(self, news: Sequence[NewTokens]) -> list[torch.Tensor]:
         """The wanted rows of each, from one forward.  # [num_wanted, row_size] each"""
@@ -143,7 +143,7 @@ class PackedTrees:
         groups: dict[Hashable, list[int]] = {}
         for number, new in enumerate(news):
             if new.count:
-                groups.setdefault(self._rope.of(new), []).append(number)
+                groups.setdefault(self._rope.of(new.sequence, new.nodes), []).append(number)
         for numbers in groups.values():
             logits = self._run_together([news[number] for number in numbers])
             for number, one in zip(numbers, logits, strict=True):
@@ -157,17 +157,11 @@ class PackedTrees:
         for new in news:
             keep += [len(ids) + node - new.first for node in new.wanted_nodes]
             ids += new.sequence.path_tokens(new.nodes)
-        positions = np.concatenate([one.positions for one in rows])
-        input_ids = torch.tensor([ids], dtype=torch.int64)
         device = self._calls.device
         logits, _ = self._calls(
-            input_ids,
+            torch.tensor([ids], dtype=torch.int64),
             torch.tensor(keep, dtype=torch.int64, device=device),
-            position_ids=torch.from_numpy(positions)[None].to(device),
-            # Without one, transformers would take jumps in the positions for borders of its own.
-            attention_mask=torch.ones_like(input_ids).to(device),
-            use_cache=False,
-            packed=AttentionBatch(rows, device),
+            **packed_inputs(rows, device),
         )
         return torch.split(logits[0], [len(new.wanted_nodes) for new in news])
 
@@ -175,7 +169,19 @@ class PackedTrees:
         sequence.kv.keep(sequence.length, path)
 
 
-class _RopeRegimes:
+def packed_inputs(rows: Sequence[PackedRows], device: torch.device) -> dict[str, Any]:
+    """Arguments of a model's forward over tokens that lie behind one another in one row."""
+    positions = np.concatenate([one.positions for one in rows])
+    return {
+        "position_ids": torch.from_numpy(positions)[None].to(device),
+        # Without one, transformers would take jumps in the positions for borders of its own.
+        "attention_mask": torch.ones((1, len(positions)), dtype=torch.int64, device=device),
+        "use_cache": False,
+        "packed": AttentionBatch(rows, device),
+    }
+
+
+class RopeRegimes:
     """Rotary frequencies that depend on the longest sequence of a forward.
 
     Those of LongRoPE change at the model's original context, dynamic ones with every token behind
@@ -192,11 +198,11 @@ class _RopeRegimes:
             if kind == "longrope" or kind.startswith("dynamic"):
                 self._limits.append((limit or config.max_position_embeddings, kind != "longrope"))
 
-    def of(self, new: NewTokens) -> Hashable:
-        """Equal for sequences that may share a forward."""
+    def of(self, sequence: TransformersSequence, nodes: Sequence[int]) -> Hashable:
+        """Equal for sequences whose pending nodes may share a forward."""
         if not self._limits:
             return None
-        length = new.sequence.length + int(depths(new.sequence.tree)[new.first :].max())
+        length = sequence.length + int(depths(sequence.tree)[list(nodes)].max())
         return tuple(
             (length > limit, length if grows and length > limit else None)
             for limit, grows in self._limits

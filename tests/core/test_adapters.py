@@ -6,7 +6,7 @@ import json
 import math
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.config import SpeculationConfig
-from paceline.drafters.draft_model import DraftModel
+from paceline.drafters.draft_model import DraftModel, DraftModels
 from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument, ModelNotFound
-from paceline.loading import load_runner
+from paceline.loading import load_engine, load_runner
 from paceline.models.base import Segment
 from paceline.models.heads import HeadLibrary
 from paceline.models.llama import LlamaRunner
 from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
+from paceline.types import Outcome
+from paceline.view import SessionView
 from tests.adapters import ATTENTION, linears, make_adapter, merge
 from tests.core.runners import load_runner_without_kernels
 from tests.heads import untrained_heads
@@ -309,6 +311,59 @@ def test_preempted_sessions_keep_their_adapter(
     assert small.take_counters().num_preemptions > 0
     for request, output in zip(requests, outputs, strict=True):
         assert output == ar(list(request.prompt_ids), params, request.adapter)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", ["draft_model", "draft_model_tree"])
+def test_an_adapter_may_have_a_draft_model_of_its_own(
+    method: str, params: SamplingParams, tiny_folder: Path, folders: dict[str, Path],
+    ar: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The merged model is right about its adapter, and the base about itself alone."""
+    merged = merge(tiny_folder, folders["all"], tmp_path / "merged")
+    models = [DraftModel(LlamaRunner(each, kv_tokens=4000)) for each in (tiny_folder, merged)]
+    both = engine(tiny_folder, folders)
+    both.drafters["draft_model"] = DraftModels(models[0], {"all": models[1]})
+    told: list[str] = []  # whose outcomes its own model hears: without, it computes drafts again
+    observe = models[1].observe
+
+    def listen(sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
+        told.extend(session.adapter for session in sessions)
+        observe(sessions, outcomes)
+
+    monkeypatch.setattr(models[1], "observe", listen)
+    speculation = SpeculationConfig(method=method, length="fixed", num_speculative_tokens=3)
+    requests = [
+        Request(prompt(i) * 2, params, speculation, adapter=name)
+        for i, name in enumerate(("attention", "all", "", "all", ""))
+    ]
+    sessions = [both.submit(request) for request in requests]
+    while both.has_work:
+        both.step()
+    right: dict[str, list[float]] = {}
+    for request, session in zip(requests, sessions, strict=True):
+        assert session.error is None and not session.stats.drafter_failures
+        assert session.output_ids == ar(list(request.prompt_ids), params, request.adapter)
+        right.setdefault(request.adapter, []).append(session.stats.num_rounds)
+    fewest = -(-GREEDY.max_tokens // 4)  # rounds in which three drafts and one more token are right
+    assert right["all"] == right[""] == [fewest, fewest]
+    assert told == ["all"] * len(told) and len(told) >= 2 * (fewest - 1)
+    assert right["attention"][0] > fewest + 2
+    for model in models:
+        assert model.runner.num_free == model.runner.kv_capacity  # sessions left where they came in
+
+
+def test_draft_models_of_adapters_need_their_adapter_and_a_draft_model(
+    tiny_folder: Path, folders: dict[str, Path]
+) -> None:
+    own = {"all": tiny_folder}
+    with pytest.raises(InvalidArgument, match=r"adapter: got 'all', expected one of queries"):
+        load_engine(
+            tiny_folder, tiny_folder, adapters={"queries": folders["queries"]},
+            adapter_drafters=own,
+        )  # fmt: skip
+    with pytest.raises(InvalidArgument, match=r"adapter_drafters: .*none without a draft model"):
+        load_engine(tiny_folder, adapters=folders, adapter_drafters=own)
 
 
 def test_an_unknown_adapter_is_an_error_with_the_names(

@@ -548,13 +548,13 @@ def test_knobs_that_belong_to_other_methods(
 @pytest.mark.parametrize(
     "name", [name for name, row in METHODS.items() if Need.SHARED_MODEL in row.needs]
 )
-def test_the_general_path_refuses_methods_that_share_layers(name: str, zoo: Path) -> None:
-    engine = Engine(ModelTarget(TransformersRunner(make_model("gpt2", zoo), kv_tokens=500)))
+def test_attention_of_its_own_refuses_methods_that_share_layers(name: str, zoo: Path) -> None:
+    engine = Engine(ModelTarget(TransformersRunner(make_model("gptj", zoo), kv_tokens=500)))
     config = SpeculationConfig(method=name, allow_lossy=not METHODS[name].lossless)
     with pytest.raises(InvalidArgument) as caught:
         engine.submit(Request(PROMPTS[0], GREEDY, config))
     assert caught.value.field == "method"
-    for word in (name, "shared_model", "fast path"):
+    for word in (name, "shared_model", "fast path", "attention is code of its own"):
         assert word in str(caught.value)
     reason = engine.refusal(METHODS[name])
     assert reason is not None

@@ -28,7 +28,7 @@ from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.tokenizer import load_tokenizer
-from tests.adapters import ATTENTION, make_adapter
+from tests.adapters import ATTENTION, make_adapter, merge
 from tests.deployments.http_serving import http_serving
 from tests.modelzoo import make_model
 from tests.rpc.serving import TargetProcess, eventually, serving
@@ -263,6 +263,54 @@ def test_wrong_adapters_of_a_configuration(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         parse_config({"model": model})
+
+
+def test_a_target_replica_loads_a_draft_model_for_an_adapter(
+    base: Path, adapters: dict[str, Path], truth: dict[str, list[int]], tmp_path: Path
+) -> None:
+    merged = merge(base, adapters["law"], tmp_path / "merged")
+    model = {
+        "target": str(base), "drafter": str(base), "adapters": {"law": str(adapters["law"])},
+        "kv_tokens": 2048,
+    }  # fmt: skip
+    speculation = SpeculationConfig(method="draft_model", length="fixed", num_speculative_tokens=3)
+    rounds = []
+    for own in ({"law": str(merged)}, {}):
+        args = {"model": model | {"adapter_drafters": own}, "topology": "colocated"}
+        config = parse_config(args)
+        assert config.model.adapter_drafters == own
+        engine = _load(config)
+        sessions = [
+            engine.submit(Request(PROMPT, PARAMS, speculation, adapter=name))
+            for name in ("", "law")
+        ]
+        while engine.has_work:
+            engine.step()
+        assert [each.output_ids for each in sessions] == [truth[""], truth["law"]]
+        rounds.append([each.stats.num_rounds for each in sessions])
+    (base_rounds, with_own), (same, with_base) = rounds
+    assert base_rounds == same
+    assert with_own < with_base - 2, rounds  # drafts in 8 bits are right most of the time
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topology": "actors"}, "model.adapter_drafters: got ['law'], expected none, or topology"),
+        ({"target": "smollm2"}, "model.adapter_drafters: got ['law'], expected none, or topology"),
+        ({"adapters": {}}, "model.adapter_drafters.law: got 'demo-drafter', expected the name of"),
+        ({"adapter_drafters": {"law": ""}}, "model.adapter_drafters.law: got ''"),
+    ],
+)
+def test_draft_models_of_adapters_that_do_not_fit(
+    changes: dict[str, object], message: str, adapters: dict[str, Path]
+) -> None:
+    model: dict[str, object] = {
+        "adapters": {"law": str(adapters["law"])}, "adapter_drafters": {"law": "demo-drafter"},
+    }  # fmt: skip
+    args = {"topology": changes.pop("topology", "colocated"), "model": model | changes}
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        parse_config({**args, "speculation": {"method": "prompt_lookup"}})
 
 
 def test_adapters_are_for_our_own_engine(adapters: dict[str, Path]) -> None:

@@ -65,6 +65,8 @@ engine: diffusion, topology: colocated, drafter: {method: suffix_decoding} # dra
 engine: diffusion, topology: colocated, model: {dtype: bfloat16} # model.dtype: got "bfloat16", expected float32
 engine: diffusion, topology: colocated, model: {kv_tokens: 4096} # model.kv_tokens: got 4096, expected null
 engine: diffusion, topology: colocated, model: {adapters: {a: /volume/a}} # model.adapters: got ["a"], expected none
+model: {adapters: {a: /volume/a}, adapter_drafters: {a: /volume/d}} # model.adapter_drafters: got ["a"], expected none, or topology: colocated
+topology: colocated, model: {adapter_drafters: {a: /volume/d}} # model.adapter_drafters.a: got "/volume/d", expected the name of one
 engine: diffusion, topology: colocated, model: {device: cuda}, pods: {target: {resources: GPU}} # model.device: got "cuda", expected auto or cpu
 engine: diffusion, topology: colocated, target: {numerics: portable} # target.numerics: got "portable", expected fastest
 engine: diffusion, topology: colocated, direct: {enabled: true} # direct.enabled: got true, expected false with engine: diffusion

@@ -66,7 +66,7 @@ def assert_states(found: dict[Need, torch.Tensor], model: Any, text: list[int], 
     assert len(own) == model.config.num_hidden_layers >= len(layers) >= len(own) - 1
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(7)
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_are_those_of_transformers(kind: str, zoo: Path) -> None:
     """Prompts of two sequences, trees behind them, and trees after a commit."""

@@ -389,8 +389,8 @@ def test_bad_segments_and_commits(load: Load) -> None:
         runner.forward([Segment(sequence, tokens(2), np.array([-1, 1], np.int32))])
     with pytest.raises(InvalidArgument, match="twice"):
         runner.forward([Segment(sequence, tokens(1)), Segment(sequence, tokens(1))])
-    with pytest.raises(InvalidArgument, match="shared_model"):
-        runner.forward([Segment(sequence, tokens(1))], frozenset({Need.SHARED_MODEL}))
+    with pytest.raises(InvalidArgument, match="kv_entries"):
+        runner.forward([Segment(sequence, tokens(1))], frozenset({Need.KV_ENTRIES}))
     assert (runner.num_free, sequence.num_pending) == (before, 0)
     runner.forward([Segment(sequence, tokens(3), np.array([-1, -1, 0], np.int32))])
     for not_a_path in ((2,), (0, 1), (3,), (0, 2, 2)):

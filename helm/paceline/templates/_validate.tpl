@@ -37,6 +37,15 @@ is, and what is allowed. */}}
 {{- $method := default (ternary "draft_model" "auto" (gt (len $args.speculation) 0)) $args.speculation.method -}}
 {{- $actors := eq $args.topology "actors" -}}
 {{- $schedules := list "static" "confidence" "freedave" "prophet" "sched" "dparallel" "set_block" "learn2pd" "apd" "remask" -}}
+{{- $lacks := and (hasKey $models "target") (not (hasKey $models "drafter")) -}}
+{{- if and $args.model.adapter_drafters (or $actors $lacks) -}}
+  {{- include "paceline.refuse" (list "model.adapter_drafters" (keys $args.model.adapter_drafters | sortAlpha) "none, or topology: colocated and a models.drafter") -}}
+{{- end -}}
+{{- range $adapter, $name := $args.model.adapter_drafters -}}
+  {{- if not (hasKey $args.model.adapters $adapter) -}}
+    {{- include "paceline.refuse" (list (printf "model.adapter_drafters.%s" $adapter) $name "the name of one of model.adapters") -}}
+  {{- end -}}
+{{- end -}}
 {{- if eq $args.engine "diffusion" -}}
   {{- if $actors -}}
     {{- include "paceline.refuse" (list "topology" $args.topology "colocated with engine: diffusion: nothing drafts there") -}}

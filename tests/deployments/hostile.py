@@ -203,8 +203,9 @@ async def assault(folder: Path, num_messages: int, seed: int) -> Assault:
                 assert servers.process.poll() is None, "the servers have died"
                 assert not honest.done(), honest.exception()
                 slice_number += 1
-                if slice_number % 10 == 0:
-                    print(f"{result.num_messages} messages", flush=True)
+                if slice_number % 4 == 0:
+                    rss = result.samples[-1]["rss"] / 2**20
+                    print(f"{result.num_messages} messages, {rss:.0f} MB", flush=True)
                 if slice_number == 2:  # warm
                     result.before = await _idle(result.samples)
             honest.cancel()

@@ -21,12 +21,12 @@ from paceline.methods import METHODS
 from paceline.models.base import PseudoTokens, Segment
 from paceline.models.llama import LlamaRunner
 from paceline.models.transformers import TransformersRunner
-from paceline.models.transformers_sequence import TransformersSequence
 from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.types import STATES, Need
-from tests.modelzoo import VOCAB_SIZE, make_model
+from tests.models.test_transformers_batches import prefill, tokens
+from tests.modelzoo import make_model
 
 # None of these is on the fast path: learned positions, scaled embeddings, both halves of a layer
 # side by side, windows, norms of states.
@@ -45,17 +45,6 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "spread": {"method": "unified_layer_skipping", "length": "fixed"},
     "d3": {"method": "d3", "length": "fixed", "min_layers": 0.6},
 }  # fmt: skip
-
-
-def tokens(count: int, seed: int = 0) -> Any:
-    return np.random.default_rng([seed, count]).integers(0, VOCAB_SIZE, count)
-
-
-def prefill(runner: TransformersRunner, token_ids: Any) -> TransformersSequence:
-    sequence = runner.new_sequence()
-    runner.forward([Segment(sequence, token_ids, logits="none")])
-    runner.commit(sequence, range(len(token_ids)))
-    return sequence
 
 
 def layers_of(runner: TransformersRunner) -> torch.nn.ModuleList:

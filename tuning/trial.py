@@ -26,7 +26,7 @@ from paceline.config import SpeculationConfig
 from paceline.deployments.config import DeploymentConfig, parse_config
 from paceline.engine import Engine, EngineLimits
 from paceline.errors import InvalidArgument, PacelineError
-from paceline.lengths.experience import experience_of
+from paceline.lengths.experience import Experience, experience_of
 from paceline.loading import limit_threads, load_drafter, load_engine
 from paceline.request import Request
 from paceline.rpc.draft_service import DraftServicer
@@ -396,9 +396,10 @@ def confirm(work: Work, points: Sequence[str], learns: bool) -> tuple[list[str],
 
 def _learn(models: Models) -> str:
     """Decode the prompts with method ``auto``, and return what it has learnt."""
-    backend, auto = LocalBackend(models.baseline), SpeculationConfig(method="auto")
+    learnt, auto = Experience(), SpeculationConfig(method="auto")
     for _ in range(LEARNING_PASSES):
-        backend.forget()  # a lookup would find the answers of the pass before
+        engine = models.baseline.sibling()  # a lookup would find the answers of the pass before
         for group in models.groups:
-            backend.generate(auto, group, models.params)
-    return json.dumps(experience_of(models.baseline.length_context).document())
+            engine.generate(group, models.params, auto)
+        learnt.merge(experience_of(engine.length_context).document())
+    return json.dumps(learnt.document())

@@ -40,6 +40,11 @@ class Bound:
             )
 
 
+def request_bytes(context_length: int) -> Bound:
+    """Of a whole request to a model with that context: what is longer is not even read."""
+    return Bound("message", 262_144 + 256 * context_length, "bytes")
+
+
 STOP_STRINGS = Bound("stop", 64, "strings")
 STOP_BYTES = Bound("stop", 4096, "bytes, all strings together")
 STOP_TOKEN_IDS = Bound("stop_token_ids", 1024, "token ids")

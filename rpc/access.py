@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import grpc
 from google.protobuf.message import DecodeError
 
+from paceline.bounds import Bound
 from paceline.config import MAX_NODES
 from paceline.errors import (
     FailedPrecondition,
@@ -631,11 +632,16 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
         idle_timeout_s: for the message of a call that has one.
+        bounds: of the message, by method: to read megabytes takes the interpreter tens of
+            milliseconds, in which no other session gets a token.
     """
 
-    def __init__(self, gate: Gate, idle_timeout_s: float) -> None:
+    def __init__(
+        self, gate: Gate, idle_timeout_s: float, bounds: Mapping[str, Bound] | None = None
+    ) -> None:
         self._gate = gate
         self._idle_timeout_s = idle_timeout_s
+        self._bounds = bounds or {}
 
     async def intercept_service(
         self,
@@ -653,7 +659,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         if handler.request_streaming:
             read = partial(_each, handler.request_deserializer)
         else:
-            read = partial(_only, handler.request_deserializer, self._idle_timeout_s)
+            bound = self._bounds.get(method)
+            read = partial(_only, handler.request_deserializer, self._idle_timeout_s, bound)
         wrap: Any = self._generator if inspect.isasyncgenfunction(behavior) else self._call
         make: Any = grpc.stream_unary_rpc_method_handler
         if handler.response_streaming:
@@ -716,15 +723,20 @@ async def _each(parse: _Parse | None, requests: AsyncIterator[bytes]) -> AsyncIt
     return requests if parse is None else (_parsed(parse, data) async for data in requests)
 
 
-async def _only(parse: _Parse | None, limit_s: float, requests: AsyncIterator[bytes]) -> Any:
+async def _only(
+    parse: _Parse | None, limit_s: float, bound: Bound | None, requests: AsyncIterator[bytes]
+) -> Any:
     """The message of a call that has one.
 
     Raises:
         DeadlineExceeded: it does not come in time.
+        InvalidArgument: it is longer than the bound, or no message of its type.
     """
     data = await anext(within(requests, limit_s, later_s=limit_s), None)
     if data is None:
         raise InvalidArgument("message", "nothing", "one message")
+    if bound is not None:
+        bound.check(len(data))
     return data if parse is None else _parsed(parse, data)
 
 

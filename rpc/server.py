@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -13,7 +14,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from paceline.bounds import request_bytes
 from paceline.errors import InvalidArgument, PacelineError
+from paceline.memory import give_back
 from paceline.rpc.access import AccessInterceptor, Gate
 from paceline.rpc.errors import ErrorInterceptor
 from paceline.rpc.gen.paceline.v1 import (
@@ -37,6 +40,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 5.0
+GIVE_BACK_S = 30.0
+"""Seconds between two returns of freed memory, which messages of all sizes scatter."""
+BOUNDED = ("/paceline.v1.GenerateService/Generate", "/paceline.v1.VerifyService/Open")
+"""Methods whose messages are no longer than a model's context allows."""
 
 SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -161,8 +168,12 @@ async def start_server(
     if credentials is None and not insecure:
         check_plain_text(host, "credentials", "TLS credentials, or insecure=True")
     gate = gate or Gate()
+    bounds = {}
+    if engine is not None:
+        bound = request_bytes(engine.engine.target.context_length)
+        bounds = dict.fromkeys(BOUNDED, bound)
     server = grpc.aio.server(
-        interceptors=(ErrorInterceptor(), AccessInterceptor(gate, idle_timeout_s)),
+        interceptors=(ErrorInterceptor(), AccessInterceptor(gate, idle_timeout_s, bounds)),
         options=(
             *SERVER_OPTIONS,
             ("grpc.max_concurrent_streams", gate.limits.max_calls_per_connection),
@@ -247,8 +258,12 @@ def _listen(
 
 
 async def _sweep(sweeps: list[Callable[[], None]], interval_s: float) -> None:
+    given_back_at = time.monotonic()
     while True:
         await asyncio.sleep(interval_s)
+        if time.monotonic() - given_back_at > GIVE_BACK_S:
+            await asyncio.to_thread(give_back)
+            given_back_at = time.monotonic()
         for sweep in sweeps:
             try:
                 sweep()

@@ -30,7 +30,7 @@ from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
 from tests.rpc.serving import ROOT
 
-MANY = 1_000_000
+MANY = 200_000  # as a message they are below the bound of a message
 PARAMS = SamplingParams(max_tokens=60, ignore_eos=True)
 
 
@@ -53,9 +53,9 @@ HOSTILE: dict[str, tuple[Message, str]] = {
     "predicted ids": (
         generate(prediction_token_ids={"token_ids": [1] * MANY}), "prediction_token_ids"
     ),
-    "prompt text": (text(text="x y" * 1_300_000), "prompt.text"),
-    "predicted text": (generate(prediction_text="x y" * 1_300_000), "prediction_text"),
-    "stop strings": (sampled(stop=["x"] * 350_000), "sampling.stop"),
+    "prompt text": (text(text="x y" * 80_000), "prompt.text"),
+    "predicted text": (generate(prediction_text="x y" * 80_000), "prediction_text"),
+    "stop strings": (sampled(stop=["x"] * 80_000), "sampling.stop"),
     "bytes of stop strings": (sampled(stop=["x" * 5000]), "sampling.stop"),
     "stop ids": (sampled(stop_token_ids=[1] * MANY), "sampling.stop_token_ids"),
     "logit biases": (
@@ -69,12 +69,16 @@ HOSTILE: dict[str, tuple[Message, str]] = {
                 + '\na3000: "x"'),
         "grammar",
     ),
-    "continuations": (generate(continuations=[{}] * 1_000_000), "continuations"),
+    "continuations": (generate(continuations=[{}] * 100_000), "continuations"),
     "ids of continuations": (
         generate(continuations=[{"token_ids": [1] * MANY}]), "continuations"
     ),
     "repetition": (sampled(regex="((a{1000}){1000}){1000}"), "regex"),
     "verify session": (verify_pb2.OpenRequest(token_ids=[1] * MANY), "token_ids"),
+    # Longer than any request to this model: not even read.
+    "megabytes of ids": (generate(committed_token_ids=[1] * 4_000_000), "message"),
+    "megabytes of text": (text(text="x y" * 1_300_000), "message"),
+    "megabytes to open": (verify_pb2.OpenRequest(token_ids=[1] * 4_000_000), "message"),
 }  # fmt: skip
 
 

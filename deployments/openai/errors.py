@@ -31,6 +31,9 @@ def as_sent(error: InvalidArgument, keys: Mapping[str, str]) -> InvalidArgument:
         keys: names of the target's, and those that the request has for them.
     """
     name = error.field.removeprefix("sampling.")
+    if name == "message":  # other fields have bounds of their own
+        both = f"{keys.get('prompt', 'prompt')} or prediction.content"
+        return InvalidArgument(both, error.value, error.allowed)
     name = "prompt" if name == "prompt.text" else name.replace("prompt_token_ids", "prompt")
     if name in SpeculationConfig.model_fields:  # the target names knobs without `speculation.`
         name = f"speculation.{name}"

@@ -74,7 +74,7 @@ class Assault:
     Attributes:
         codes: what the RPCs answered; statuses: what HTTP did.
         samples: what the servers printed, while they had time to.
-        before, after: samples of idle servers: warm, after two parts of the messages; at the end.
+        before, after: samples of idle servers: warm, after a tenth of the messages; at the end.
         num_honest: generations of the honest client, each with the same tokens.
     """
 
@@ -206,7 +206,8 @@ async def assault(folder: Path, num_messages: int, seed: int) -> Assault:
                 if slice_number % 4 == 0:
                     rss = result.samples[-1]["rss"] / 2**20
                     print(f"{result.num_messages} messages, {rss:.0f} MB", flush=True)
-                if slice_number == 2:  # warm
+                # Warm: bounded caches (prefixes, constraints, digests) are full, sooner or later.
+                if not result.before and slice_number >= max(2, num_messages // (10 * SLICE)):
                     result.before = await _idle(result.samples)
             honest.cancel()
             await asyncio.gather(honest, return_exceptions=True)

@@ -80,6 +80,10 @@ BY_THE_MODEL = (
         "as many characters as the context has tokens, times the bytes of the longest token "
         f"(at least {LONGEST_TOKEN})",
     ),
+    (
+        "a whole request (Generate, Open)",
+        "256 kB, and 256 bytes for each token of the context; longer ones are not read",
+    ),
     ("nodes of a draft", "`max_nodes` of the limits"),
     ("a message or an HTTP body", "`max_message_bytes` of the limits (HTTP: 413)"),
 )  # fmt: skip

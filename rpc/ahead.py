@@ -92,6 +92,17 @@ class RoundsAhead:
         """The first round in flight is over, and another one may follow the last."""
         self._done = False
 
+    def next_step(self, is_down: bool, draft: Callable[[], None]) -> Callable[[], None] | None:
+        """What to do before the next answer: a round ahead, a fan, or nothing.
+
+        Args:
+            is_down: no server answers.
+            draft: makes a round ahead and sends it.
+        """
+        if self.wanted(is_down):
+            return draft
+        return self.draft_fan if self.wants_fan(is_down) else None
+
     def wanted(self, is_down: bool) -> bool:
         """Whether to draft one more round now.
 

@@ -115,19 +115,16 @@ class TargetLink:
             if self._stream is None and now >= self._reconnect.retry_at:
                 self._reconnect.check_patience()
                 self._connect()
-            drafting = self.ahead.wanted(self._reconnect.is_down)
-            fanning = not drafting and self.ahead.wants_fan(self._reconnect.is_down)
+            draft = self.ahead.next_step(self._reconnect.is_down, self._draft_ahead)
             try:
-                if drafting or fanning:
+                if draft is not None:
                     event = self._inbox.get_nowait()
                 else:
                     event = self._inbox.get(timeout=self._next_deadline(now))
             except queue.Empty:
                 self._check_silence()
-                if drafting:
-                    self._draft_ahead()
-                elif fanning:
-                    self.ahead.draft_fan()
+                if draft is not None:
+                    draft()
                 continue
             verdict = self._handle(*event)
             if verdict is not None:

@@ -31,7 +31,7 @@ class DirectLease:
         self.endpoint = Endpoint(address, 0, address, fingerprint, lease_id)
         self.opened_at = time.monotonic()
         self.end: Callable[[], object] = lambda: None
-        self.release: Callable[[], object] = lambda: None
+        self.released: Callable[[], object] = lambda: None
 
     def on_lost(self, callback: Any) -> None: ...
 
@@ -39,6 +39,9 @@ class DirectLease:
         self.end = callback
 
     def forget(self, callback: Any) -> None: ...
+
+    def release(self) -> None:
+        self.released()
 
 
 class DirectLeases:
@@ -58,7 +61,7 @@ class DirectLeases:
         address = self.addresses[self._count % len(self.addresses)]
         lease = DirectLease(address, lease_id=str(self._count))
         self.open[lease.endpoint.lease_id] = lease
-        lease.release = lambda: self.open.pop(lease.endpoint.lease_id, None)
+        lease.released = lambda: self.open.pop(lease.endpoint.lease_id, None)
         return cast(Lease, lease)
 
     def ended(self, lease_id: str, unused: int = 0) -> None:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
@@ -93,7 +94,7 @@ def actors(wait_s: float, method: SpeculationConfig) -> Iterator[dict[bool, Gene
             (session,) = engines[fans].generate([prompt], params, method)
             return session.output_ids
 
-        yield {fans: lambda p, q, fans=fans: generate(fans, p, q) for fans in FANS}  # type: ignore[misc]
+        yield {fans: partial(generate, fans) for fans in FANS}
 
 
 @contextmanager
@@ -115,7 +116,7 @@ def device(rtt_s: float, method: SpeculationConfig) -> Iterator[dict[bool, Gener
         def generate(fans: bool, prompt: Sequence[int], params: SamplingParams) -> Sequence[int]:
             return [t for done in clients[fans].generate(prompt, params) for t in done.token_ids]
 
-        yield {fans: lambda p, q, fans=fans: generate(fans, p, q) for fans in FANS}  # type: ignore[misc]
+        yield {fans: partial(generate, fans) for fans in FANS}
 
 
 def compare(ways: dict[bool, Generate], options: argparse.Namespace) -> list[float]:

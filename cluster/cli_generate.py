@@ -236,6 +236,8 @@ def run_here(
     check_transcript(transcript, config, request)
     resolve(config)  # before loading anything: a wrong name is found at once
 
+    if config.method == "omnidraft":
+        shipped = None  # not the one with the target's tokenizer: load_engine takes its own
     target_path, drafter_path = local_model(target), local_model(drafter) or shipped
     with err.status("loading the models ..."):
         from paceline.loading import load_engine

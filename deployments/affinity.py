@@ -36,7 +36,7 @@ MOST_KEYS = 65_536
 SLACK = 4
 """How many sessions more than the least busy replica the preferred one may have."""
 MISSING_S = 120.0
-"""Seconds after which fewer replicas are the new number, and none is starting."""
+"""Seconds after which fewer replicas are all that are wanted: Serve starts no other one."""
 
 
 def prefix_keys(prompt: bytes, scope: str = "") -> tuple[bytes, ...]:

@@ -90,8 +90,9 @@ class ExperienceFile:
 
     def _read(self) -> Any:
         """The document in the file, or the first one; None if this replica knows it."""
+        first, self._first = self._first, None  # once, even if no file can be written
         if not self.path.exists():
-            return None if self._first is None else json.loads(self._first)
+            return None if first is None else json.loads(first)
         with contextlib.suppress(FileNotFoundError):
             if self.path.stat().st_size > LARGEST_BYTES:
                 logger.warning("%s is too large to be read, and replaced", self.path)

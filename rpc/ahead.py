@@ -172,6 +172,8 @@ class RoundsAhead:
     def take(self, budget: Budget) -> Draft | None:
         """The next draft, if it is there; its verdict is the session's last tokens."""
         fan, self._fan = self._fan, EMPTY_DRAFT
+        if not fan.num_nodes:
+            return None
         draft = below(fan, self._session.token_ids[self._fan_at :])
         if draft.num_nodes < max(1, min(budget.depth, budget.nodes)):
             return None

@@ -297,3 +297,16 @@ def test_a_prediction_saves_forwards_and_changes_nothing(cli: Cli, tmp_path: Pat
     missing = cli("generate", PROMPT, "--prediction", tmp_path / "nothing.txt")
     assert missing.exit_code == 2
     assert "prediction" in missing.stderr
+
+
+def test_omnidraft_drafts_with_the_model_that_has_tokens_of_its_own(cli: Cli) -> None:
+    """Its head of acceptance knows no other, and ends drafts that are wrong."""
+    rates = []
+    for length in ("fixed", "specdecpp"):
+        document = generate(
+            cli, "import os", "--method", "omnidraft", "--max-tokens", 32, "--set",
+            f"length={length}",
+        )  # fmt: skip
+        assert not document["drafter_lost"]
+        rates.append(document["acceptance_rate"])
+    assert rates[1] > 2 * rates[0] > 0

@@ -126,3 +126,18 @@ def test_an_engine_without_a_server_goes_on_where_the_last_one_ended(own_cache: 
     with kept_experience(engine, SpeculationConfig(method="ar")):  # learns nothing
         pass
     assert file.read_text() == before
+
+
+def test_a_sweeps_experience_counts_once_where_no_file_can_be_written(
+    own_cache: Path, replicas: list[EngineThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    first, second = replicas
+    generate(first)
+    monkeypatch.setattr(Path, "write_text", full)
+    file = ExperienceFile.of_thread(second, FINGERPRINT, json.dumps(known(first)))
+    for _ in range(2):
+        file.exchange()
+    assert known(second) == known(first)

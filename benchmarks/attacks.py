@@ -82,15 +82,19 @@ MANY = 64
 
 
 def _serve() -> None:
-    """The target, until its standard input ends."""
+    """The target, set up as a replica, until its standard input ends."""
+    from paceline.deployments.target import SWITCH_S
     from paceline.engine import EngineThread
     from paceline.loading import limit_threads, load_engine
+    from paceline.memory import keep_loaded
     from paceline.rpc.server import start_server
 
     async def run() -> None:
         limit_threads(1)
+        sys.setswitchinterval(SWITCH_S)
         engine = EngineThread(load_engine()).start()
         server = await start_server(engine=engine)
+        keep_loaded()
         print(server.address, flush=True)
         await asyncio.to_thread(sys.stdin.read)
         await server.stop(0.0)

@@ -16,6 +16,7 @@ from paceline.deployments.learner import WeightsFollower
 from paceline.deployments.lease import Endpoint, Holder, LeaseBook, data_host
 from paceline.deployments.metrics import report_gauges
 from paceline.masked_folder import MASKED_DRAFTERS
+from paceline.memory import keep_loaded
 from paceline.rpc.server import start_server
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class DrafterDeployment:
             credentials=None if tls is None else tls.server().credentials(),
             insecure=config.data_plane_insecure,
         )
+        keep_loaded()
         self._reporting = report_gauges(
             config.model.name,
             lambda: {"drafter_sessions": self._servicer.num_sessions},

@@ -49,6 +49,7 @@ from paceline.errors import (
     NumericsMismatch,
     ResourceExhausted,
 )
+from paceline.memory import keep_loaded
 from paceline.rpc.access import CallAdmission, Gate
 from paceline.rpc.audit import Audit
 from paceline.rpc.continuation import Continuation
@@ -437,6 +438,7 @@ class GatewayDeployment:
             )
         except PortInUse as error:
             raise PortInUse(f"gateway.host, gateway.grpc_port: {error}") from None
+        keep_loaded()
         self._reporting = report_gauges(config.model.name, self._gauges, gate)
         self._http: HttpServer | None = None
         if gateway.http_port is not None:

@@ -19,6 +19,7 @@ from paceline.deployments.learner import RejectionSender, WeightsFollower
 from paceline.deployments.lease import Endpoint, Holder, LeaseBook, data_host
 from paceline.deployments.metrics import report_engine
 from paceline.errors import InvalidArgument
+from paceline.memory import keep_loaded
 from paceline.rpc.access import Gate
 from paceline.rpc.audit import Audit
 from paceline.rpc.bridge import on_engine
@@ -128,6 +129,7 @@ class TargetDeployment:
             lease_ended=lambda lease: self._leases.session_ended(lease, direct.unused(lease)),
             register=direct.register if config.direct.enabled else None,
         )
+        keep_loaded()
         self._reporting = report_engine(config.model.name, self._engine, self._server.gate)
         target = self._engine.engine.target
         self._fingerprint = str(target.fingerprint)

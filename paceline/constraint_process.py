@@ -40,6 +40,8 @@ STEP_S, BURST_S = 0.001, 0.1
 """Processor seconds that masks may take: STEP_S for each token, and BURST_S before that."""
 MASK_S = 0.03
 """Processor seconds that one mask may take."""
+PATIENCE_S = 0.002
+"""Processor seconds of one mask for which other sessions wait."""
 LIMITS: dict[str, Any] = {
     # llguidance's own, of one step. Its defaults allow steps of six seconds.
     "step_max_items": 2000, "max_items_in_row": 500, "step_lexer_fuel": 100_000,
@@ -55,6 +57,10 @@ _JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
 
 class Refused(PacelineError, ValueError):
     """The constraint is not valid, or takes more than the limits."""
+
+
+class Killed(Refused):
+    """It has killed the helper."""
 
 
 class ConstraintProcess:
@@ -81,12 +87,13 @@ class ConstraintProcess:
 
         Raises:
             Refused: it is not valid, or takes more than the limits.
+            Killed: and the helper has died of it.
         """
         if self._process is None or self._process.poll() is not None:
             self._start()
         answer = self._ask(json.dumps({"kind": kind, "text": text}), WALL_S)
         if answer is None:
-            raise Refused(self._end())
+            raise Killed(self._end())
         if "error" in answer:
             raise Refused(answer["error"])
         return str(answer["grammar"])

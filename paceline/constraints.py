@@ -12,14 +12,15 @@ exceeds it ends its own session.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +29,10 @@ from paceline.constraint_check import check_constraint
 from paceline.constraint_process import (
     BURST_S,
     MASK_S,
+    PATIENCE_S,
     STEP_S,
     ConstraintProcess,
+    Killed,
     Refused,
     new_matcher,
 )
@@ -44,9 +47,13 @@ T = TypeVar("T")
 Mask = npt.NDArray[np.bool_]  # [vocab_size], True where a token is allowed
 
 _MASK_THREADS = 8
-_LOOK_S = 0.005
+_LOOK_S = 0.001
 _CACHED = 64
 _REFUSED, _REFUSED_S = 1024, 600.0  # how many are remembered, and for how long
+_HARM_SHARE, _HARM_S, _LONGEST_PAUSE_S = 0.02, 0.5, 30.0
+"""Constraints that are too slow or kill the helper may take this share of a processor, for each
+tenant, and before that so many seconds of it; new ones wait for no longer than that."""
+_HELPER_S = 0.2  # processor seconds that a helper needs to start
 MAX_WAITING, MAX_WAITING_OF_ONE = 32, 4
 """Constraints that may wait to be compiled: of all callers, and of one tenant."""
 
@@ -54,25 +61,52 @@ MAX_WAITING, MAX_WAITING_OF_ONE = 32, 4
 class Constraint:
     """Which tokens may come next in one session, from its first generated token on.
 
+    Args:
+        matcher: llguidance's.
+        pieces: the bytes of the tokens, for :meth:`forced`.
+        on_too_slow: gets the processor seconds of a mask that has taken too long, when it is done.
+
     Attributes:
         error: why it cannot continue (it reached a limit of llguidance, or its masks took more than
             ``STEP_S`` of a processor for each committed token); None: it can.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int, pieces: TokenBytes | None = None) -> None:
-        self._matcher = matcher
+    def __init__(
+        self,
+        matcher: Any,
+        vocab_size: int,
+        pieces: TokenBytes | None = None,
+        on_too_slow: Callable[[float], object] = lambda seconds: None,
+    ) -> None:
+        self._matcher = matcher  # behind the committed tokens
+        self._scout: Any = None  # a copy, behind those and the tokens in _ahead
+        self._ahead: list[int] = []
         self._vocab_size = vocab_size
         self._pieces = pieces
         self._layout, self._laid_out = JsonLayout(), 0  # of the output's first tokens: how many
-        self._ahead: list[int] = []  # tokens that the matcher has seen beyond the committed ones
         self._masks: dict[tuple[int, ...], Mask] = {}  # behind the committed tokens and these
+        self._next: _Job[bytes] | None = None  # the mask behind the committed tokens, under way
+        self._slow = False  # whether a mask has ever come late
         self._spent = 0.0  # processor seconds that committed tokens have not paid for
+        self._on_too_slow = on_too_slow
         self.error: Exception | None = None
 
     @property
     def complete(self) -> bool:
         """Whether the output must end after the committed tokens."""
-        return self._go_to(()) and bool(self._matcher.is_stopped())
+        return self._settle(MASK_S) and bool(self._matcher.is_stopped())
+
+    def ready(self) -> bool:
+        """Whether a round may begin: the mask behind the committed tokens is known.
+
+        If not, it is computed on another thread, and another session's round need not wait for it.
+        A constraint with an error is ready, too: the round ends its session.
+        """
+        if self.error is None and () not in self._masks:
+            if self._next is None:
+                self._next = _Job(self._matcher.compute_bitmask)
+            self._settle(0.0 if self._slow else PATIENCE_S)
+        return self.error is not None or () in self._masks
 
     def allowed(self, path_tokens: Sequence[int]) -> Mask | None:
         """Mask of the tokens that may follow the committed tokens and ``path_tokens``.
@@ -80,35 +114,30 @@ class Constraint:
         None if one of ``path_tokens`` is itself not allowed or the constraint failed; only then
         :attr:`error` is set.
         """
-        return self._mask() if self._go_to(path_tokens) else None
+        return self._mask(path_tokens, MASK_S)
 
-    def _mask(self) -> Mask | None:
-        """The mask where the matcher is; None if it takes too long."""
-        place = tuple(self._ahead)
-        if place in self._masks:
-            return self._masks[place]
-        found = _within(MASK_S, self._matcher.compute_bitmask)
-        if found is None:  # the matcher is still at it, and is left to that
-            self._too_slow()
-            return None
-        data, seconds = found
-        self._spend(seconds)
-        if self.error is None and self._matcher.is_error():
-            self._fail()
-        if self.error is not None:
-            return None
-        mask = self._masks[place] = self._unpacked(data)
-        return mask
+    def permits(self, path_tokens: Sequence[int]) -> bool:
+        """Whether ``path_tokens`` may follow; False also if that takes long to find out.
 
-    def _unpacked(self, data: bytes) -> Mask:
-        bits = np.frombuffer(data, np.uint8)
-        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        A constraint that has once taken long is not asked for more than its next mask.
+        """
+        if not path_tokens or self._slow:
+            return not path_tokens
+        mask = self._mask(path_tokens[:-1], PATIENCE_S)
+        return mask is not None and bool(mask[path_tokens[-1]])
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """Length of the longest beginning of ``tokens`` that may follow the committed ones."""
-        for count, token in enumerate(tokens):
-            mask = self.allowed(tokens[:count])
-            if mask is None or not mask[token]:
+        """Length of the longest beginning of ``tokens`` that :meth:`permits`.
+
+        The mask behind them is known as well, so that acceptance has to wait for none.
+        """
+        if self._slow:
+            return 0
+        for count in range(len(tokens) + 1):
+            mask = self._mask(tokens[:count], PATIENCE_S)
+            if mask is None:  # late, or behind the end of the output
+                return max(0, count - 1) if self._slow else count
+            if count < len(tokens) and not mask[tokens[count]]:
                 return count
         return len(tokens)
 
@@ -119,7 +148,9 @@ class Constraint:
         Args:
             output_ids: the committed tokens of the output.
         """
-        if self._pieces is None or self._spent > BURST_S / 2 or not self._go_to(drafted):
+        if self._pieces is None or self._spent > BURST_S / 2 or self._slow:
+            return []
+        if not self._settle(PATIENCE_S) or not self._go_to(drafted, PATIENCE_S):
             return []
         if self._laid_out > len(output_ids):  # it was cut
             self._layout, self._laid_out = JsonLayout(), 0
@@ -130,36 +161,100 @@ class Constraint:
 
         def compute_mask(matcher: Any | None) -> Mask | None:
             if matcher is None:
-                return self._mask()  # acceptance needs it, too
-            found = _within(MASK_S, matcher.compute_bitmask)
-            if found is None:
-                self._spent += BURST_S / 2  # so that it is left alone for a while
+                return self._mask(drafted, PATIENCE_S)  # acceptance needs it, too
+            job = _Job(matcher.compute_bitmask)
+            done = job.wait(PATIENCE_S)
+            self._spent += job.seconds
+            if not done:
+                self._came_late(job)
                 return None
-            self._spent += found[1]
             late = matcher.is_error() or self._spent > BURST_S / 2
-            return None if late else self._unpacked(found[0])
+            return None if late else self._unpacked(job.result())
 
-        return forced_tokens(self._matcher.deep_copy(), self._pieces, layout, count, compute_mask)
+        matcher = self._matcher if self._scout is None else self._scout
+        return forced_tokens(matcher.deep_copy(), self._pieces, layout, count, compute_mask)
 
     def commit(self, token: int) -> None:
         """Advance by a committed token."""
-        if self._ahead[:1] != [token] and not self._go_to((token,)):
+        mask = self._mask((), MASK_S)  # which bounds the time of what follows
+        if mask is None:
+            return
+        if not mask[token] or self._timed(self._matcher.try_consume_tokens, [token]) != 1:
             self._fail()
-        else:
+        if self._ahead[:1] == [token]:
             del self._ahead[0]
+        else:
+            self._leave_scout()
         behind = {place[1:]: m for place, m in self._masks.items() if place[:1] == (token,)}
         self._masks = behind
         self._spent = max(0.0, self._spent - STEP_S)
 
     def rewind(self, count: int) -> None:
         """Forget the last ``count`` committed tokens."""
-        if self._go_to(()):
+        if self._settle(MASK_S):
             self._matcher.rollback(count)
+        self._leave_scout()
         self._masks.clear()
 
-    def _fail(self) -> None:
+    # --- masks ----------------------------------------------------------------------------------
+
+    def _mask(self, path_tokens: Sequence[int], limit_s: float) -> Mask | None:
+        """The mask behind the committed tokens and these, if it takes no more processor time."""
+        place = tuple(path_tokens)
+        if place in self._masks:
+            return self._masks[place]
+        if not self._settle(limit_s) or (place and not self._go_to(place, limit_s)):
+            return None
+        if place not in self._masks:
+            matcher = self._scout if place else self._matcher
+            job = _Job(matcher.compute_bitmask)
+            if not place:
+                self._next = job
+                self._settle(limit_s)
+            elif not job.wait(limit_s):
+                self._leave_scout()  # to the job
+                self._spend(job.seconds)
+                self._came_late(job)
+            else:
+                self._keep(place, job, matcher)
+        return self._masks.get(place)
+
+    def _settle(self, limit_s: float) -> bool:
+        """Whether nothing else uses the matcher: wait for its mask, if one is under way.
+
+        A constraint with an error is never settled: the mask that failed may go on.
+        """
+        job = self._next
+        if job is None or self.error is not None:
+            return self.error is None
+        if not job.wait(limit_s):
+            self._came_late(job)
+            return False
+        self._next = None
+        self._keep((), job, self._matcher)
+        return self.error is None
+
+    def _came_late(self, job: _Job[bytes]) -> None:
+        self._slow = True
+        if job.seconds >= MASK_S:
+            self._too_slow()
+            job.when_done(self._on_too_slow)
+
+    def _keep(self, place: tuple[int, ...], job: _Job[bytes], matcher: Any) -> None:
+        """Keep a mask that is done; its time counts."""
+        self._spend(job.seconds)
+        if self.error is None and matcher.is_error():
+            self._fail(matcher)
         if self.error is None:
-            reason = self._matcher.get_error() or "a token that it does not allow"
+            self._masks[place] = self._unpacked(job.result())
+
+    def _unpacked(self, data: bytes) -> Mask:
+        bits = np.frombuffer(data, np.uint8)
+        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+
+    def _fail(self, matcher: Any = None) -> None:
+        if self.error is None:
+            reason = (matcher or self._matcher).get_error() or "a token that it does not allow"
             self.error = ResourceExhausted(f"the constraint cannot go on: {reason}", 0.0)
 
     def _timed(self, work: Callable[..., T], *arguments: Any) -> T:
@@ -174,8 +269,9 @@ class Constraint:
 
     def _spend(self, seconds: float) -> None:
         self._spent += seconds
-        if self._spent > BURST_S:
+        if self._spent > BURST_S and self.error is None:
             self._too_slow()
+            self._on_too_slow(self._spent)
 
     def _too_slow(self) -> None:
         if self.error is None:
@@ -185,60 +281,87 @@ class Constraint:
                 0.0,
             )
 
-    def _go_to(self, path_tokens: Sequence[int]) -> bool:
-        """Move the matcher behind the committed tokens and ``path_tokens``; False if refused.
+    def _leave_scout(self) -> None:
+        self._scout, self._ahead = None, []
 
-        A constraint with an error stays where it is: another thread may still use its matcher. The
-        matcher gets a token only after the mask of its place: the mask bounds the time of both.
+    def _go_to(self, path_tokens: Sequence[int], limit_s: float) -> bool:
+        """Move the scout behind the committed tokens and ``path_tokens``; False if refused.
+
+        It gets a token only after the mask of its place: the mask bounds the time of both.
         """
-        if self.error is not None:
-            return False
+        if self._scout is None:
+            if not path_tokens:
+                return True
+            self._scout = self._matcher.deep_copy()
         shared = 0
         for ours, theirs in zip(self._ahead, path_tokens, strict=False):
             if ours != theirs:
                 break
             shared += 1
         if len(self._ahead) > shared:
-            self._matcher.rollback(len(self._ahead) - shared)
+            self._scout.rollback(len(self._ahead) - shared)
             del self._ahead[shared:]
-        for token in path_tokens[shared:]:
-            mask = self._mask()
-            if mask is None or not mask[token]:
+        for count in range(shared, len(path_tokens)):
+            token = path_tokens[count]
+            mask = self._mask(path_tokens[:count], limit_s)
+            if mask is None or not mask[token] or self._scout is None:
                 return False
-            if self._timed(self._matcher.try_consume_tokens, [token]) != 1:
-                if self._matcher.is_error():
-                    self._fail()
+            if self._timed(self._scout.try_consume_tokens, [token]) != 1:
+                if self._scout.is_error():
+                    self._fail(self._scout)
                 return False
             self._ahead.append(token)
+        return self.error is None
+
+
+class _Job(Generic[T]):
+    """A call on another thread, whose processor time is known while it runs.
+
+    Nothing can stop llguidance in the middle of a mask, but nothing has to wait for it.
+    """
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._clock: tuple[int, float] | None = None  # the thread's, and what it showed first
+        self._seconds: float | None = None  # once it is done
+        self._future = _mask_threads().submit(self._run)
+
+    def _run(self) -> T:
+        clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._clock = clock, time.clock_gettime(clock)
+        try:
+            return self._work()
+        finally:
+            self._seconds = time.clock_gettime(clock) - self._clock[1]
+
+    @property
+    def seconds(self) -> float:
+        """Processor seconds so far."""
+        if self._seconds is not None:
+            return self._seconds
+        return 0.0 if self._clock is None else time.clock_gettime(self._clock[0]) - self._clock[1]
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether it is done; waits for it until it has taken so many seconds of a processor."""
+        while not self._future.done():
+            if self.seconds >= limit_s:
+                return False
+            with contextlib.suppress(TimeoutError):
+                self._future.exception(_LOOK_S)
         return True
+
+    def result(self) -> T:
+        """What the call has returned."""
+        return self._future.result()
+
+    def when_done(self, tell: Callable[[float], object]) -> None:
+        """Tell its processor seconds, on its thread, once it has returned."""
+        self._future.add_done_callback(lambda _: tell(self.seconds))
 
 
 @cache
 def _mask_threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_MASK_THREADS, "paceline-masks")
-
-
-def _within(limit_s: float, work: Callable[[], T]) -> tuple[T, float] | None:
-    """The result of ``work`` and its processor seconds; None if it takes more than ``limit_s``.
-
-    It runs on another thread, which goes on with it after that: nothing can stop llguidance in the
-    middle of a mask, but no other session has to wait for it.
-    """
-    began: list[tuple[int, float]] = []  # the thread's clock, and what it showed
-
-    def timed() -> tuple[T, float]:
-        clock = time.pthread_getcpuclockid(threading.get_ident())
-        began.append((clock, time.clock_gettime(clock)))
-        result = work()
-        return result, time.clock_gettime(clock) - began[0][1]
-
-    future = _mask_threads().submit(timed)
-    while True:
-        try:
-            return future.result(_LOOK_S)
-        except TimeoutError:
-            if began and time.clock_gettime(began[0][0]) - began[0][1] > limit_s:
-                return None
 
 
 class ConstraintCompiler:
@@ -262,11 +385,15 @@ class ConstraintCompiler:
         self.process: ConstraintProcess | None = None
         self._matchers: OrderedDict[bytes, Any] = OrderedDict()
         self._refused: OrderedDict[bytes, tuple[str, float]] = OrderedDict()  # why, and until when
+        self._paused: dict[str, float] = {}  # until when no new one is compiled, by scope
 
-    def compile(self, params: SamplingParams) -> Constraint | None:
+    def compile(self, params: SamplingParams, scope: str = "") -> Constraint | None:
         """A new constraint for the parameters; None if they set none.
 
         May take seconds; a thread that has better things to do uses :meth:`submit`.
+
+        Args:
+            scope: whose constraint it is; "" is unknown.
 
         Raises:
             InvalidArgument: the constraint is invalid or exceeds a bound, the target has no
@@ -276,11 +403,11 @@ class ConstraintCompiler:
             return None
         kind, text = params.constraint
         key = _digest(kind, text)
-        found = self._kept(key, kind, text)
+        found = self._kept(key, kind, text, scope)
         if found is None:
             with self._compiling:
                 # Another thread may have compiled the same one.
-                found = self._kept(key, kind, text) or self._new(key, kind, text)
+                found = self._kept(key, kind, text, scope) or self._new(key, kind, text, scope)
         return found
 
     def submit(self, params: SamplingParams, scope: str = "") -> Future[Constraint | None]:
@@ -291,9 +418,10 @@ class ConstraintCompiler:
 
         Raises:
             InvalidArgument: as :meth:`compile`, if the constraint has been refused before.
-            ResourceExhausted: too many constraints wait to be compiled.
+            ResourceExhausted: too many constraints wait to be compiled, or masks of others in
+                this scope have taken too long a moment ago.
         """
-        found = self._known(params)
+        found = self._known(params, scope)
         if params.constraint is None or found is not None:
             done: Future[Constraint | None] = Future()
             done.set_result(found)
@@ -306,10 +434,16 @@ class ConstraintCompiler:
                     f"{self._waiting[scope] if of_one else MAX_WAITING} constraints {whose}wait to "
                     "be compiled"
                 )
+            pause = self._paused.get(scope, 0.0) - time.monotonic()
+            if pause > 0:
+                raise ResourceExhausted(
+                    "a constraint has taken too much of a processor: no new one is compiled for "
+                    f"{pause:.0f} s", retry_after_s=pause,
+                )  # fmt: skip
             self._waiting[scope] += 1
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, "paceline-constraints")
-            future = self._pool.submit(self.compile, params)
+            future = self._pool.submit(self.compile, params, scope)
 
         def ended(_: object) -> None:
             with self._lock:
@@ -320,13 +454,13 @@ class ConstraintCompiler:
         future.add_done_callback(ended)
         return future
 
-    def _known(self, params: SamplingParams) -> Constraint | None:
+    def _known(self, params: SamplingParams, scope: str) -> Constraint | None:
         if params.constraint is None:
             return None
         kind, text = params.constraint
-        return self._kept(_digest(kind, text), kind, text)
+        return self._kept(_digest(kind, text), kind, text, scope)
 
-    def _kept(self, key: bytes, kind: str, text: str) -> Constraint | None:
+    def _kept(self, key: bytes, kind: str, text: str, scope: str) -> Constraint | None:
         """A constraint that has been compiled before.
 
         Raises:
@@ -340,9 +474,34 @@ class ConstraintCompiler:
             if matcher is None:
                 return None
             self._matchers.move_to_end(key)
-            return Constraint(matcher.deep_copy(), self._vocab_size, self._pieces)
+            return self._constraint(key, matcher, scope)
 
-    def _new(self, key: bytes, kind: str, text: str) -> Constraint:
+    def _constraint(self, key: bytes, matcher: Any, scope: str) -> Constraint:
+        late = partial(self._note_late, key, scope)
+        return Constraint(matcher.deep_copy(), self._vocab_size, self._pieces, late)
+
+    def _note_late(self, key: bytes, scope: str, seconds: float) -> None:
+        """Refuse a constraint from now on, and perhaps new ones of its scope for a while."""
+        with self._lock:
+            self._refuse(key, f"one whose masks take at most {1e3 * STEP_S:g} ms a token")
+            self._matchers.pop(key, None)
+            self._charge(scope, seconds)
+
+    def _charge(self, scope: str, seconds: float) -> None:
+        now = time.monotonic()
+        free_since = now - _HARM_S / _HARM_SHARE
+        paused = max(free_since, self._paused.get(scope, free_since)) + seconds / _HARM_SHARE
+        self._paused[scope] = min(paused, now + _LONGEST_PAUSE_S)
+        if len(self._paused) > _REFUSED:
+            kept = ((each, at) for each, at in self._paused.items() if at > free_since)
+            self._paused = dict(kept)
+
+    def _refuse(self, key: bytes, reason: str) -> None:
+        self._refused[key] = reason, time.monotonic() + _REFUSED_S
+        if len(self._refused) > _REFUSED:
+            self._refused.popitem(last=False)
+
+    def _new(self, key: bytes, kind: str, text: str, scope: str) -> Constraint:
         check_constraint(kind, text)
         self._prepare(kind, text)
         assert self.process is not None
@@ -351,15 +510,15 @@ class ConstraintCompiler:
             matcher = new_matcher(self.process.compile(kind, text), self._ll_tokenizer)
         except Refused as error:
             with self._lock:
-                self._refused[key] = (str(error), time.monotonic() + _REFUSED_S)
-                if len(self._refused) > _REFUSED:
-                    self._refused.popitem(last=False)
+                self._refuse(key, str(error))
+                if isinstance(error, Killed):
+                    self._charge(scope, _HELPER_S)
             raise InvalidArgument(kind, _start(text), str(error)) from None
         with self._lock:
             self._matchers[key] = matcher
             if len(self._matchers) > _CACHED:
                 self._matchers.popitem(last=False)
-            return Constraint(matcher.deep_copy(), self._vocab_size, self._pieces)
+            return self._constraint(key, matcher, scope)
 
     def _prepare(self, kind: str, text: str) -> None:
         """Load the tokenizer, here and in the helper."""

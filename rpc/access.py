@@ -56,6 +56,8 @@ _PUBLIC_SERVICE = "/grpc.health.v1.Health/"
 
 REFUSALS_PER_SECOND = 50.0
 """Refusals (and answers without a token) that one tenant, or one host, gets without a wait."""
+REFUSAL_BYTES = 65_536
+"""A message that is too long to be read counts for one refusal for each so many bytes."""
 
 LONGEST_PAUSE_S = 5.0
 _PLACE_PAUSES_S = (0.02, 0.08, 0.2, 0.4)
@@ -287,12 +289,15 @@ class Gate:
             raise
         _caller.set(Caller(caller.peer, method, tenant, digest, tenants.generation))
 
-    async def slow_down(self) -> None:
+    async def slow_down(self, cost: float = 1.0) -> None:
         """Wait before an answer that costs the server more than the caller.
 
         Refusals of one tenant (without a token: of one host) beyond :data:`REFUSALS_PER_SECOND`
         queue up. A connection has a limited number of calls at a time, so a flood is as slow as its
         answers, and leaves the server to others.
+
+        Args:
+            cost: as many refusals as this counts for.
         """
         caller = _caller.get()
         key = (caller.name or "", "" if caller.name else caller.host)
@@ -303,9 +308,9 @@ class Gate:
                 self._refusals.popitem(last=False)
         else:
             self._refusals.move_to_end(key)
-        pause = bucket.wait(1.0)
+        pause = bucket.wait(cost)
         if pause < LONGEST_PAUSE_S:
-            bucket.take(1.0)
+            bucket.take(cost)
         if pause:
             await asyncio.sleep(min(pause, LONGEST_PAUSE_S))
 
@@ -660,7 +665,10 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
             read = partial(_each, handler.request_deserializer)
         else:
             bound = self._bounds.get(method)
-            read = partial(_only, handler.request_deserializer, self._idle_timeout_s, bound)
+            read = partial(
+                _only, handler.request_deserializer, self._idle_timeout_s, bound,
+                self._gate.slow_down,
+            )  # fmt: skip
         wrap: Any = self._generator if inspect.isasyncgenfunction(behavior) else self._call
         make: Any = grpc.stream_unary_rpc_method_handler
         if handler.response_streaming:
@@ -724,9 +732,14 @@ async def _each(parse: _Parse | None, requests: AsyncIterator[bytes]) -> AsyncIt
 
 
 async def _only(
-    parse: _Parse | None, limit_s: float, bound: Bound | None, requests: AsyncIterator[bytes]
+    parse: _Parse | None,
+    limit_s: float,
+    bound: Bound | None,
+    slow_down: Callable[[float], Awaitable[None]],
+    requests: AsyncIterator[bytes],
 ) -> Any:
-    """The message of a call that has one.
+    """The message of a call that has one. To receive a long one takes time, so its refusal counts
+    for many.
 
     Raises:
         DeadlineExceeded: it does not come in time.
@@ -735,8 +748,10 @@ async def _only(
     data = await anext(within(requests, limit_s, later_s=limit_s), None)
     if data is None:
         raise InvalidArgument("message", "nothing", "one message")
-    if bound is not None:
-        bound.check(len(data))
+    if bound is not None and (size := len(data)) > bound.most:
+        data = b""  # the pause must not hold it
+        await slow_down(size / REFUSAL_BYTES)
+        bound.check(size)
     return data if parse is None else _parsed(parse, data)
 
 

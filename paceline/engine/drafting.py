@@ -524,9 +524,7 @@ def _permitted(draft: Draft, constraint: Constraint) -> Draft:
         keep = []
         paths: dict[int, list[int]] = {-1: []}
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-            if parent in paths and constraint.num_allowed(path := [*paths[parent], token]) == len(
-                path
-            ):
+            if parent in paths and constraint.permits(path := [*paths[parent], token]):
                 paths[node] = path
                 keep.append(node)
     return draft if len(keep) == len(tokens) else subset(draft, np.asarray(keep, np.int64))

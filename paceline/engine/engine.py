@@ -249,7 +249,7 @@ class Engine:
     def _wait(self, seconds: float) -> bool:
         """Wait until a session is ready or a call comes; False if neither comes in time."""
         scheduler = self.scheduler
-        seconds = min(seconds, self.drafting.patience_left)
+        seconds = min(seconds, self.drafting.patience_left, scheduler.patience_left)
         with self.wakeup:
             return self.wakeup.wait_for(lambda: scheduler.has_ready or self.interrupted(), seconds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -21,6 +22,8 @@ from paceline.target import Target
 from paceline.types import Load, Outcome
 
 logger = logging.getLogger(__name__)
+MASK_LOOK_S = 0.001
+"""Seconds between two looks at masks that take long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,10 +315,14 @@ class Scheduler:
     @property
     def has_ready(self) -> bool:
         """Whether any session can be verified without waiting."""
-        drafting = self.in_state(SessionState.DRAFTING)
-        return bool(self.in_state(SessionState.READY)) or any(
-            map(self._drafting.has_draft, drafting)
-        )
+        drafted = filter(self._drafting.has_draft, self.in_state(SessionState.DRAFTING))
+        return any(map(_knows_mask, (*self.in_state(SessionState.READY), *drafted)))
+
+    @property
+    def patience_left(self) -> float:
+        """Seconds until a session may be ready without a draft: the mask of its constraint."""
+        known = all(map(_knows_mask, self.in_state(SessionState.READY)))
+        return math.inf if known else MASK_LOOK_S
 
     def choose(self, prefill: Sequence[tuple[Session, int]] = ()) -> list[Session]:
         """Choose the sessions that this step verifies from those that are ready.
@@ -325,7 +332,7 @@ class Scheduler:
         """
         for session in self._drafting.arrive(self.in_state(SessionState.DRAFTING)):
             session.state = SessionState.READY
-        ready = self.in_state(SessionState.READY)
+        ready = list(filter(_knows_mask, self.in_state(SessionState.READY)))
         if self._shares.contested:
             served = self._shares.served([*ready, *(session for session, _ in prefill)])
             ready = [session for session in ready if session.tenant in served]
@@ -351,3 +358,8 @@ class Scheduler:
             self._shares.charge(seconds, [*drafted, *prefill])
         for session, _ in prefill:
             self.after_prefill(session)
+
+
+def _knows_mask(session: Session) -> bool:
+    """Whether a session's round need not wait for its constraint."""
+    return session.constraint is None or session.constraint.ready()

@@ -9,13 +9,20 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline import constraints
 from paceline.config import SpeculationConfig
 from paceline.constraint_check import check_constraint
-from paceline.constraint_process import MEMORY_BYTES, STACK_BYTES, ConstraintProcess, Refused
+from paceline.constraint_process import (
+    MEMORY_BYTES,
+    PATIENCE_S,
+    STACK_BYTES,
+    ConstraintProcess,
+    Refused,
+)
 from paceline.constraints import MAX_WAITING_OF_ONE, ConstraintCompiler
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument, ResourceExhausted
@@ -172,6 +179,81 @@ def test_expensive_masks_end_their_own_session(demo: Engine) -> None:
     assert len(strict.text) == 60
 
 
+def test_rounds_of_others_do_not_wait_for_a_mask(
+    demo: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask that takes long is computed beside the rounds of other sessions."""
+    engine = demo.sibling()
+    assert engine.tokenizer is not None
+    prompt = engine.tokenizer.encode("def read(path):")
+    ar = SpeculationConfig(method="ar")
+    params = SamplingParams(max_tokens=20, regex="[xy]{30}", ignore_eos=True)
+    (alone,) = engine.generate([prompt], params, ar)
+    held = threading.Event()
+    slow = engine.submit(Request(prompt, params, ar))
+    assert slow.constraint is not None
+    monkeypatch.setattr(slow.constraint, "_matcher", Held(slow.constraint._matcher, held))
+    honest = engine.submit(Request(prompt, SamplingParams(max_tokens=20, ignore_eos=True)))
+    while not honest.finished:
+        engine.step()
+    assert not slow.output_ids
+    assert not slow.constraint.ready()
+    held.set()
+    while engine.has_work:
+        engine.step()
+    assert slow.output_ids == alone.output_ids
+    assert slow.constraint.num_allowed(alone.output_ids) == 0  # no drafts after that
+
+
+class Held:
+    """A matcher whose masks take as much of a processor as it likes, until the event."""
+
+    def __init__(self, matcher: Any, until: threading.Event) -> None:
+        self._matcher, self._until = matcher, until
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def compute_bitmask(self) -> bytes:
+        spent = time.thread_time()
+        while time.thread_time() - spent < 1.5 * PATIENCE_S:
+            pass
+        self._until.wait(30)
+        return bytes(self._matcher.compute_bitmask())
+
+
+def test_a_constraint_that_was_too_slow_is_refused_at_once(demo: Engine) -> None:
+    """And a new one of its tenant for a while, but neither another tenant's nor a known one."""
+    compiler = ConstraintCompiler(demo.tokenizer, demo.target.vocab_size, demo.eos_token_ids)
+    bad, known, new = (SamplingParams(regex=text) for text in ("a+", "b+", "c+"))
+    assert compiler.submit(known, "mallory").result(30) is not None
+    constraint = compiler.submit(bad, "mallory").result(30)
+    assert constraint is not None
+    constraint._spend(0.7)
+    assert isinstance(constraint.error, ResourceExhausted)
+    assert constraint.ready()  # so that a round ends the session
+    with pytest.raises(InvalidArgument, match=r"1 ms a token"):
+        compiler.submit(bad, "alice")
+    with pytest.raises(ResourceExhausted, match="no new one is compiled for") as caught:
+        compiler.submit(new, "mallory")
+    assert 9 < caught.value.retry_after_s <= (0.7 - 0.5) / 0.02
+    assert compiler.submit(known, "mallory").result(30) is not None
+    assert compiler.submit(new, "alice").result(30) is not None
+
+
+def test_who_kills_helpers_has_to_wait(demo: Engine) -> None:
+    compiler = ConstraintCompiler(demo.tokenizer, demo.target.vocab_size, demo.eos_token_ids)
+    for length in (990, 991):
+        with pytest.raises(InvalidArgument, match="stack"):
+            compiler.submit(SamplingParams(grammar=chain(length)), "mallory").result(60)
+    assert compiler.submit(SamplingParams(regex="a"), "mallory").result(60) is not None
+    with pytest.raises(InvalidArgument, match="stack"):
+        compiler.submit(SamplingParams(grammar=chain(992)), "mallory").result(60)
+    with pytest.raises(ResourceExhausted, match="no new one is compiled for"):
+        compiler.submit(SamplingParams(regex="b"), "mallory")
+    assert compiler.submit(SamplingParams(regex="b"), "alice").result(60) is not None
+
+
 def test_a_hiccup_is_not_fatal(demo: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget counts the processor time of masks on average, not what the machine does."""
     compiler = ConstraintCompiler(demo.tokenizer, demo.target.vocab_size, demo.eos_token_ids)
@@ -204,7 +286,9 @@ def test_one_tenant_waits_for_itself(demo: Engine, monkeypatch: pytest.MonkeyPat
     compiler = ConstraintCompiler(demo.tokenizer, demo.target.vocab_size, demo.eos_token_ids)
     go_on = threading.Event()
     compile_now = compiler.compile
-    monkeypatch.setattr(compiler, "compile", lambda params: go_on.wait(30) and compile_now(params))
+    monkeypatch.setattr(
+        compiler, "compile", lambda *arguments: go_on.wait(30) and compile_now(*arguments)
+    )
     queued = [
         compiler.submit(SamplingParams(regex=f"a{i}"), "mallory") for i in range(MAX_WAITING_OF_ONE)
     ]

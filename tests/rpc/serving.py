@@ -24,7 +24,7 @@ def serving(grace: float = 0.2, **arguments: Any) -> Iterator[RpcServer]:
     thread = threading.Thread(target=loop.run_forever, name="test-server")
     thread.start()
     try:
-        server = asyncio.run_coroutine_threadsafe(start_server(**arguments), loop).result(10)
+        server = asyncio.run_coroutine_threadsafe(start_server(**arguments), loop).result(60)
         try:
             yield server
         finally:

@@ -9,11 +9,7 @@ from benchmarks.attacks import ATTACKS, served, slowdown
 MOST = 1.5
 """Times as long as calm: the honest client's p99 between two replies."""
 TRIES = 3  # another program of the machine may be what slows
-
-
 SOME = ["chain", "ambiguous", "31 bytes", "stop ids"]
-DEAR = {"hidden", "unread"}
-"""They cost more, as docs/security.md says: nobody dies of them, and no token changes."""
 
 
 @pytest.mark.alone
@@ -31,10 +27,9 @@ def test_attacks_slow_nobody_else(attacks: list[str], seconds: float) -> None:
     with served() as measure:  # which ends the test if the target dies or a token differs
         for name in attacks:
             found: list[float] = []
-            tries = 1 if name in DEAR else TRIES
-            while len(found) < tries and (not found or found[-1] > MOST):
+            while len(found) < TRIES and (not found or found[-1] > MOST):
                 found.append(slowdown(measure(name, seconds, 2 + len(found))))
             print(f"{name:16}", *(f"{each:.2f}" for each in found))
-            if found[-1] > MOST and name not in DEAR:
+            if found[-1] > MOST:
                 slow[name] = found
     assert not slow

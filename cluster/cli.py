@@ -36,6 +36,7 @@ from paceline.cluster.cli_options import (
     Device,
     Drafter,
     Dtype,
+    Corpus,
     Heads,
     IgnoreEos,
     Json,
@@ -189,6 +190,7 @@ def generate(
     target: Target = None,
     drafter: Drafter = None,
     heads: Heads = None,
+    corpus: Corpus = None,
     adapter: NamedAdapter = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -242,6 +244,7 @@ def generate(
     - `paceline generate - --prediction code.py < instruction-and-code.txt`
     - `paceline generate 'Hello' --target ./big --drafter ./small --dtype bfloat16`
     - `paceline generate 'Hello' --target Qwen/Qwen3-1.7B --drafter Qwen/Qwen3-0.6B`
+    - `paceline generate 'class Stack:' --method sam_eagle2 --corpus code.py`
     - `paceline generate 'What is a prime number?' --chat --target smollm2 --dtype auto`
     - `paceline generate 'Hello' --target ./big --adapter ./big-lora`
     - `paceline generate 'Hello' --server 127.0.0.1:50051`
@@ -280,6 +283,7 @@ def generate(
             target=target,
             drafter=drafter,
             heads=heads,
+            corpus=corpus or (),
             dtype=dtype or "float32",
             device=device or "auto",
             drafter_device=drafter_device,
@@ -296,6 +300,7 @@ def generate(
             drafter_device=drafter_device,
             drafter=drafter,
             heads=heads,
+            corpus=corpus,
             batch_invariant=batch_invariant,
             threads=threads,
             numerics=numerics,

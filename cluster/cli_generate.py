@@ -208,6 +208,7 @@ def run_here(
     target: str | None,
     drafter: str | None,
     heads: Path | None,
+    corpus: Sequence[Path],
     dtype: str,
     device: str,
     drafter_device: str | None,
@@ -238,6 +239,7 @@ def run_here(
 
     if config.method == "omnidraft":
         shipped = None  # not the one with the target's tokenizer: load_engine takes its own
+    texts = [read_text("corpus", file) for file in corpus]
     target_path, drafter_path = local_model(target), local_model(drafter) or shipped
     with err.status("loading the models ..."):
         from paceline.loading import load_engine
@@ -255,6 +257,7 @@ def run_here(
             translate=config.method == "omnidraft",
             numerics=numerics,
             adapters={"adapter": request.adapter} if request.adapter else None,
+            corpus=texts,
         )
     assert engine.tokenizer is not None  # load_engine always has one
     splitter = PieceSplitter(engine.tokenizer)

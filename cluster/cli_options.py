@@ -60,6 +60,14 @@ Heads = Annotated[
         "`heads` in the target's folder.",
     ),
 ]
+Corpus = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE",
+        help="Text that the methods `sam_decoding`, `sam_token_recycling` and `sam_eagle2` copy "
+        "from. Repeatable.",
+    ),
+]
 _ADAPTER = "Adapter (LoRA) of the target: a folder in PEFT's format"
 Adapter = Annotated[Path | None, typer.Option(metavar="DIR", help=f"{_ADAPTER}.")]
 NamedAdapter = Annotated[

@@ -84,6 +84,11 @@ class ModelConfig(_Block):
         description="Draft models for sessions with an adapter, by the adapter's name, named as "
         "`drafter`, which drafts for all others. Topology `colocated` only.",
     )
+    corpus: list[_Text] = Field(
+        [],
+        description="Files of text that the methods sam_decoding, sam_token_recycling and "
+        "sam_eagle2 copy from, beside a request's own text and earlier outputs.",
+    )
     dtype: Literal["float32", "bfloat16", "float16", "q8_0", "q4_0", "int8", "auto"] = Field(
         "float32",
         description="Dtype of weights and activations. q8_0, q4_0 and int8 round the weights at "
@@ -776,9 +781,24 @@ def parse_config(args: Mapping[str, Any] | None, *, models_here: bool = True) ->
         if models_here and not folder.is_dir():
             raise ModelNotFound(f"model.heads: folder {str(folder)!r} does not exist")
         changes["heads"] = str(folder)
+    changes["corpus"] = _corpus_files(config, models_here=models_here)
     changes["adapters"] = _adapter_folders(config, models_here=models_here)
     changes["adapter_drafters"] = _adapter_drafters(config, models_here=models_here)
     return config.model_copy(update={"model": model.model_copy(update=changes)})
+
+
+def _corpus_files(config: DeploymentConfig, *, models_here: bool) -> list[str]:
+    """The corpus with absolute paths. Raises: as :func:`parse_config`."""
+    files = [Path(path).expanduser().absolute() for path in config.model.corpus]
+    if files and config.engine != "paceline":
+        raise InvalidArgument(
+            "model.corpus", config.model.corpus,
+            f"none with engine {config.engine}: methods of Paceline's engine copy from it",
+        )  # fmt: skip
+    for file in files:
+        if models_here and not file.is_file():
+            raise ModelNotFound(f"model.corpus: file {str(file)!r} does not exist")
+    return [str(file) for file in files]
 
 
 def _adapter_folders(config: DeploymentConfig, *, models_here: bool) -> dict[str, str]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -62,6 +63,7 @@ def _load(config: DeploymentConfig) -> Engine:
         numerics=config.target.numerics,
         adapters=config.model.adapters,
         adapter_drafters=config.model.adapter_drafters,
+        corpus=[Path(file).read_text("utf-8", errors="replace") for file in model.corpus],
     )
 
 

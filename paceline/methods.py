@@ -40,7 +40,7 @@ from paceline.drafters.predicted_outputs import (
 from paceline.drafters.prompt_lookup import PROMPT_LOOKUP
 from paceline.drafters.rasd import RASD
 from paceline.drafters.s2d import S2D_PART
-from paceline.drafters.sam import SAM, SAM_OR_TOKEN_RECYCLING
+from paceline.drafters.sam import SAM, SAM_OR_EAGLE, SAM_OR_TOKEN_RECYCLING
 from paceline.drafters.self_drafter import EARLY_EXIT, FEWER_LAYERS
 from paceline.drafters.staged import STAGED
 from paceline.drafters.stand import STAND
@@ -275,6 +275,7 @@ DRAFTER_PARTS: Mapping[str, DrafterPart] = {
     "suffix_or_eagle3": SUFFIX_OR_EAGLE3,
     "sam": SAM,
     "sam_or_token_recycling": SAM_OR_TOKEN_RECYCLING,
+    "sam_or_eagle": SAM_OR_EAGLE,
     "copyspec": COPYSPEC,
     "copyspec_or_draft_model": COPYSPEC_OR_DRAFT_MODEL,
     "predicted_outputs": PREDICTED_OUTPUTS,
@@ -622,6 +623,20 @@ METHODS: Mapping[str, Method] = {
             defaults={"num_speculative_tokens": 40, "node_budget": 24},
             needs=frozenset({Need.TREE_LOGITS}),
             uses=("token_recycling",),
+        ),
+        Method(
+            name="sam_eagle2",
+            paper="Hu et al.: SAM Decoding: Speculative Decoding via Suffix Automaton, 2024, "
+            "arXiv 2411.10666",
+            summary="Copies after a long match, else EAGLE-2 drafts a tree.",
+            drafter="sam_or_eagle",
+            shape="confidence",
+            acceptance="coupled",
+            length="goodput",
+            defaults={"num_speculative_tokens": 40, "node_budget": 24},
+            needs=frozenset({Need.HIDDEN_STATES}),
+            uses=("eagle",),
+            head="eagle",
         ),
         Method(
             name="copyspec",

@@ -288,6 +288,7 @@ class DrafterContext:
             it.
         head: a trained head by kind; raises InvalidArgument where there is none.
         remote: the engine's drafters that draft in another process of the deployment, by name.
+        corpus: texts to copy from, as token ids.
     """
 
     vocab_size: int
@@ -295,6 +296,7 @@ class DrafterContext:
     find_target: Callable[[], ModelTarget]
     head: Callable[[str], Head]
     remote: Mapping[str, Drafter] = field(default_factory=dict)
+    corpus: Sequence[Sequence[int]] = ()
 
     @property
     def target(self) -> ModelTarget:

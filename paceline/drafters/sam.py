@@ -1,13 +1,14 @@
 """SAM Decoding: suffix automata find the longest suffix that occurred before; copy what followed.
 
 Hu et al. 2024 (arXiv 2411.10666). A dynamic automaton over the session's own tokens grows with
-them; a static one holds earlier outputs of this engine. If the longer match (that in the corpus
-counts ``corpus_bias`` tokens less) has at least ``min_match`` tokens, the draft is copied from
-there, otherwise another drafter drafts.
+them; static ones hold earlier outputs of this engine, and a corpus that its owner gives. If the
+longest match (outside the session, it counts ``corpus_bias`` tokens less) has at least
+``min_match`` tokens, the draft is copied from there, otherwise another drafter drafts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.drafters.base import (
@@ -120,27 +121,37 @@ class _State:
 
 CORPUS_BIAS = Knob[int](
     "corpus_bias", int, 5,
-    "A match in earlier outputs must be this many tokens longer than one in the session's own "
-    "tokens.",
+    "A match in earlier outputs, or in the corpus, must be this many tokens longer than one in the "
+    "session's own tokens.",
     ge=0, le=64, search=(0, 2, 5),
 )  # fmt: skip
 
 
 class SamDecoding(LookupDrafter[_State]):
-    """A chain copied from the session's own tokens or from earlier outputs.
+    """A chain copied from the session's own tokens, from earlier outputs or from a corpus.
 
     Args:
         fallback: drafts where the match is too short.
+        corpus: texts that are never forgotten (the paper's static automaton), as token ids.
         max_corpus: tokens in each of the two automata over earlier outputs. A text cannot leave
             an automaton, so the older of the two goes when the newer is full.
     """
 
     finds_chains = True
 
-    def __init__(self, fallback: Drafter | None = None, *, max_corpus: int = MAX_CORPUS) -> None:
+    def __init__(
+        self,
+        fallback: Drafter | None = None,
+        *,
+        corpus: Iterable[Sequence[int]] = (),
+        max_corpus: int = MAX_CORPUS,
+    ) -> None:
         super().__init__(fallback)
         self._max_corpus = max_corpus
-        self._corpora = [SuffixAutomaton()]  # the newest first
+        self._corpora = [SuffixAutomaton()]  # of earlier outputs, the newest first
+        self._static = SuffixAutomaton()
+        for text in corpus:
+            _add_text(self._static, text)
 
     def start(self, session: SessionView) -> _State:
         state = _State()
@@ -176,7 +187,8 @@ class SamDecoding(LookupDrafter[_State]):
 
     def _catch_up(self, session: SessionView, state: _State) -> None:
         known = {id(cursor.automaton): cursor for cursor in state.cursors}
-        state.cursors = [known.get(id(corpus)) or Cursor(corpus) for corpus in self._corpora]
+        corpora = [*self._corpora, *([self._static] if self._static.tokens else [])]
+        state.cursors = [known.get(id(corpus)) or Cursor(corpus) for corpus in corpora]
         for token in session.token_ids[len(state.own.tokens) :]:
             state.own.append(token)
             for cursor in state.cursors:
@@ -189,17 +201,27 @@ class SamDecoding(LookupDrafter[_State]):
             return
         if len(self._corpora[0].tokens) + len(output) >= self._max_corpus:
             self._corpora = [SuffixAutomaton(), self._corpora[0]]
-        for token in [*output, _BORDER]:
-            self._corpora[0].append(token)
+        _add_text(self._corpora[0], output)
+
+
+def _add_text(automaton: SuffixAutomaton, text: Sequence[int]) -> None:
+    for token in (*text, _BORDER):
+        automaton.append(token)
 
 
 SAM = DrafterPart(
-    make=lambda context: SamDecoding(),
+    make=lambda context: SamDecoding(corpus=context.corpus),
     knobs=(MIN_MATCH.but(5), CORPUS_BIAS, DRAFT_PER_MATCH.but(4.0)),
     replay="lookup",
     remembers=True,
 )
 SAM_OR_TOKEN_RECYCLING = DrafterPart(
-    make=lambda context: SamDecoding(context.drafter("token_recycling")),
+    make=lambda context: SamDecoding(context.drafter("token_recycling"), corpus=context.corpus),
     knobs=(MIN_MATCH.but(5), CORPUS_BIAS, DRAFT_PER_MATCH, FALLBACK_DEPTH.but(6)),
+)
+SAM_OR_EAGLE = DrafterPart(
+    make=lambda context: SamDecoding(context.drafter("eagle"), corpus=context.corpus),
+    knobs=(MIN_MATCH.but(5), CORPUS_BIAS, DRAFT_PER_MATCH, FALLBACK_DEPTH.but(5)),
+    remembers=True,
+    halves=("sam_decoding", "eagle2"),
 )

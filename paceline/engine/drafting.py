@@ -49,7 +49,13 @@ class DrafterSet(dict[str, Drafter]):
         vocab_size: the target's.
         find_target: returns the target in this process; raises InvalidArgument if it is not here.
         heads: trained heads of the target, or None.
+
+    Attributes:
+        corpus: texts, as token ids, for drafters that copy from a corpus; it has to be here before
+            they are made.
     """
+
+    corpus: Sequence[Sequence[int]] = ()
 
     def __init__(
         self,
@@ -88,8 +94,9 @@ class DrafterSet(dict[str, Drafter]):
                 )
             self._made.add(name)
             context = DrafterContext(
-                self._vocab_size, self.make_here, self._find_target, self._load_head, self.remote
-            )
+                self._vocab_size, self.make_here, self._find_target, self._load_head, self.remote,
+                self.corpus,
+            )  # fmt: skip
             self[name] = DRAFTERS[name](context)
         return self[name]
 

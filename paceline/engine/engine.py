@@ -130,7 +130,7 @@ class Engine:
             limits=self.limits, catalogue=self.catalogue,
             length_context=self.length_context, heads=self.drafters.heads,
         )  # fmt: skip
-        engine.intake.constraints = self.constraints
+        engine.intake.constraints, engine.drafters.corpus = self.constraints, self.drafters.corpus
         return engine
 
     # --- sessions in ---------------------------------------------------------------------------

@@ -293,6 +293,18 @@ def test_the_router(learns: bool) -> None:
     assert not fallback.opened
 
 
+def test_a_corpus_is_never_forgotten() -> None:
+    """It is looked into as earlier outputs are; they do not push it out."""
+    drafter = SamDecoding(corpus=[[*range(100, 140)], [*range(200, 240)]], max_corpus=64)
+    known = session_of([1, 2, *range(100, 110)])
+    assert drafted(drafter, known, 8) == [*range(110, 118)]
+    assert drafted(drafter, session_of([1, 2, *range(200, 209)])) == []  # 9 tokens count as 4
+    assert drafted(drafter, session_of([*range(128, 140)])) == []  # no text follows on another
+    for number in range(6):
+        remember(drafter, [*range(20 * number, 20 * number + 20)], f"other-{number}")
+    assert drafted(drafter, known, 8) == [*range(110, 118)]
+
+
 class WatchedRecycling(TokenRecycling):
     """Notes for which sessions it drafts, and how many tokens they have then."""
 

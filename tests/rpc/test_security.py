@@ -27,7 +27,7 @@ from paceline.cluster.certs import REPLICA_NAME, make_certificates
 from paceline.config import SpeculationConfig
 from paceline.engine import EngineThread
 from paceline.errors import InvalidArgument, ResourceExhausted, SessionNotFound
-from paceline.rpc.access import Gate, Limits
+from paceline.rpc.access import REFUSAL_BYTES, REFUSALS_PER_SECOND, Gate, Limits
 from paceline.rpc.audit import Audit
 from paceline.rpc.client import AsyncClient, Client, open_channel
 from paceline.rpc.draft_service import DraftServicer
@@ -666,6 +666,24 @@ def test_an_oversized_message(engine: EngineThread) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             list(stub.Generate(generate_pb2.GenerateRequest(text="x" * 5000)))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        works(client)
+
+
+def test_messages_that_are_too_long_to_be_read_queue(engine: EngineThread) -> None:
+    """By their size: to receive a megabyte costs more than to refuse a word."""
+    size = 1_000_000
+    pause = size / REFUSAL_BYTES / REFUSALS_PER_SECOND
+    with (
+        serving(engine=engine) as running,
+        Client(running.address, timeout=10) as client,
+    ):
+        stub = generate_pb2_grpc.GenerateServiceStub(client._channel)
+        started = time.monotonic()
+        for _ in range(6):
+            with pytest.raises(grpc.RpcError, match="at most") as caught:
+                list(stub.Generate(generate_pb2.GenerateRequest(text="x" * size)))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert time.monotonic() - started >= 6 * pause - 1.0  # a second's worth is free
         works(client)
 
 

@@ -46,6 +46,9 @@ is, and what is allowed. */}}
     {{- include "paceline.refuse" (list (printf "model.adapter_drafters.%s" $adapter) $name "the name of one of model.adapters") -}}
   {{- end -}}
 {{- end -}}
+{{- if and $args.model.corpus (ne $args.engine "paceline") -}}
+  {{- include "paceline.refuse" (list "model.corpus" $args.model.corpus (printf "none with engine: %s" $args.engine)) -}}
+{{- end -}}
 {{- if eq $args.engine "diffusion" -}}
   {{- if $actors -}}
     {{- include "paceline.refuse" (list "topology" $args.topology "colocated with engine: diffusion: nothing drafts there") -}}

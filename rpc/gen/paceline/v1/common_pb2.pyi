@@ -362,8 +362,8 @@ class Speculation(_message.Message):
     min_match: _builtins.int
     """Copy only if at least this many last tokens have occurred before. At least 1, at most 64."""
     corpus_bias: _builtins.int
-    """A match in earlier outputs must be this many tokens longer than one in the session's own
-    tokens. At least 0, at most 64.
+    """A match in earlier outputs, or in the corpus, must be this many tokens longer than one in the
+    session's own tokens. At least 0, at most 64.
     """
     draft_per_match: _builtins.float
     """Most drafted tokens for each token of the match (alpha). At least 0.0, at most 64.0."""

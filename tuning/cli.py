@@ -118,14 +118,18 @@ def run(
     results = Results(result_url(checked, result, resume))
     say(f"results: {results.url}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    from paceline.tuning import drafters, tables
+
+    several = bool(checked.document.search.drafters)
     try:
-        Sweep(checked, results, console, resume=resume).run()
+        if several:
+            drafters.run_each(checked, results, console, resume=resume)
+        else:
+            Sweep(checked, results, console, resume=resume).run()
     except KeyboardInterrupt:
         say("interrupted: the same command with --resume goes on from here")
         raise typer.Exit(130) from None
-    from paceline.tuning.tables import show
-
-    show(results, console)
+    (drafters if several else tables).show(results, console)
 
 
 @_command()
@@ -135,9 +139,14 @@ def show(result: Result, as_json: Json = False) -> None:
     Works while the sweep runs, too.
     """
     found = _open(result)
-    from paceline.tuning import tables
+    from paceline.tuning import drafters, tables
 
-    if as_json:
+    if found.manifest().space["search"]["drafters"]:
+        if as_json:
+            print_json({"result": found.url, "drafters": drafters.rows(found)})
+        else:
+            drafters.show(found, out)
+    elif as_json:
         print_json(tables.summary(found))
     else:
         tables.show(found, out)

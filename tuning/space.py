@@ -152,6 +152,11 @@ class Search(_Block):
         3, ge=1, le=20, description="Best trials that are measured once more, side by side."
     )
     seed: int = Field(0, ge=0)
+    drafters: tuple[str, ...] = Field(
+        (),
+        description="Draft models, as model.drafter: a sweep with each of them, and the best of "
+        "all.",
+    )
 
 
 class Resources(_Block):
@@ -452,6 +457,7 @@ def parse_space(data: Mapping[str, Any], *, source: str = "", folder: Path | Non
     space = Space(document, _parse_choices(document), source)
     _check_objectives(space)
     _check_fields(space)
+    _check_drafters(space)
     return space
 
 
@@ -473,18 +479,33 @@ def _with_paths(document: _Document, folder: Path | None) -> _Document:
     changes = {"heads": model.heads if from_hub else absolute(model.heads)}
     if not from_hub and changes["heads"] is not None and not Path(changes["heads"]).is_dir():
         raise InvalidArgument("model.heads", changes["heads"], "a folder that exists")
-    for role, name in (("target", model.target), ("drafter", model.drafter)):
-        if name is None:
-            continue
+
+    def pinned(field: str, name: str) -> str:
         beside = (folder or Path()) / Path(name).expanduser()
         try:
             known = name in KNOWN_NAMES or not beside.exists()
-            changes[role] = pin_model(name if known else beside)
+            return pin_model(name if known else beside)
         except ModelNotFound as error:
-            raise InvalidArgument(f"model.{role}", name, f"a model: {error}") from error
+            raise InvalidArgument(field, name, f"a model: {error}") from error
+
+    for role, name in (("target", model.target), ("drafter", model.drafter)):
+        if name is not None:
+            changes[role] = pinned(f"model.{role}", name)
+    drafters = tuple(pinned("search.drafters", name) for name in document.search.drafters)
+    search = document.search.model_copy(update={"drafters": drafters})
     model = model.model_copy(update=changes)
     workload = document.workload.model_copy(update={"prompts": absolute(document.workload.prompts)})
-    return document.model_copy(update={"model": model, "workload": workload})
+    return document.model_copy(update={"model": model, "workload": workload, "search": search})
+
+
+def _check_drafters(space: Space) -> None:
+    drafters = space.document.search.drafters
+    if drafters and space.document.model.drafter is not None:
+        raise InvalidArgument(
+            "model.drafter", space.document.model.drafter, "nothing beside search.drafters"
+        )
+    if len(set(drafters)) < len(drafters):
+        raise InvalidArgument("search.drafters", list(drafters), "each draft model once")
 
 
 def _check_objectives(space: Space) -> None:

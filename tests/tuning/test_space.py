@@ -199,6 +199,12 @@ def test_bad_spaces_are_refused_by_name(fields: dict[str, Any], named: str) -> N
         ({"search": {"trials": 0}}, r"search\.trials"),
         ({"search": {"trails": 3}}, r"search\.trails.*trials"),
         ({"search": {"algorithm": "bayes"}}, r"search\.algorithm"),
+        ({"search": {"drafters": ["/no/such/folder"]}}, r"search\.drafters"),
+        ({"search": {"drafters": ["smollm2", "smollm2"]}}, "each draft model once"),
+        (
+            {"search": {"drafters": ["smollm2"]}, "model": {"drafter": "smollm2"}},
+            r"model\.drafter.*search\.drafters",
+        ),
         ({"workload": {"max_tokens": 0}}, r"workload\.max_tokens"),
         ({"model": {"target": "/no/such/folder"}}, r"model\.target"),
         ({"model": {"dtype": "float8"}}, r"model\.dtype"),

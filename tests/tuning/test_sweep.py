@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
+from paceline.demo import DRAFTER_DIR
 from paceline.deployments.config import read_config_file
 from paceline.errors import InvalidArgument
 from paceline.plan import resolve
+from paceline.tuning.drafters import run_each, show
 from paceline.tuning.results import Point, Results, TrialRecord
 from paceline.tuning.space import Space, SweepError, parse_space
 from paceline.tuning.stages import Sweep
@@ -97,6 +101,35 @@ def test_from_a_space_to_a_file_that_can_be_served(
     before = {file.name: file.read_text() for file in (tmp_path / "sweep/trials").iterdir()}
     assert Sweep(space, results, quiet(), resume=True).run().num_runs == 2
     assert {f.name: f.read_text() for f in (tmp_path / "sweep/trials").iterdir()} == before
+
+
+@pytest.mark.slow
+def test_the_draft_model_is_searched_too(
+    ray_here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sweep with each; the one that is right and cheap beats the one that is never right."""
+    wrong = tmp_path / "wrong"
+    shutil.copytree(DRAFTER_DIR, wrong)
+    weights = load_file(wrong / "model.safetensors")
+    save_file({name: 0.01 * tensor.sign() for name, tensor in weights.items()},
+              wrong / "model.safetensors", {"format": "pt"})  # fmt: skip
+    search = {"trials": 2, "drafters": [str(wrong), str(DRAFTER_DIR)]}
+    space = small(search=search, space={"method": ["draft_model"], "length": ["fixed"]})
+    results = Results(str(tmp_path / "sweep"))
+    run_each(space, results, Console(width=120))
+    rows = json.loads((tmp_path / "sweep" / "drafters.json").read_text())
+    assert [row["drafter"] for row in rows] == [DRAFTER_DIR.name, "wrong"]
+    assert rows[0]["speedup"]["value"] > rows[1]["speedup"]["value"]
+    best = read_config_file(tmp_path / "sweep" / "best.yaml").config
+    assert best.model.drafter == str(DRAFTER_DIR)
+    assert results.manifest().state == "finished"
+    show(results, Console(width=120))
+    assert "wrong" in capsys.readouterr().out
+    with pytest.raises(InvalidArgument, match="--resume"):
+        run_each(space, results, quiet())
+    before = results.manifest().seconds["trials"]
+    run_each(space, results, quiet(), resume=True)  # nothing is left to do
+    assert results.manifest().seconds["trials"] < before + 1.0
 
 
 def test_a_tracker_that_is_not_installed_is_named_at_once(

@@ -196,7 +196,7 @@ def generate(
     device: Device = None,
     drafter_device: Annotated[
         str | None,
-        typer.Option(metavar="D", help="Device of the drafter. Default: the target's."),
+        typer.Option(metavar="D", help="Device of the draft model and of heads. Default: the target's."),
     ] = None,
     batch_invariant: Annotated[
         bool | None,

@@ -95,7 +95,9 @@ class ModelConfig(_Block):
         "load; auto keeps the checkpoint's.",
     )
     device: str = Field("auto", description="Device of the target: auto, cpu, cuda or cuda:N.")
-    drafter_device: str | None = Field(None, description="Device of the drafter; null: `device`.")
+    drafter_device: str | None = Field(
+        None, description="Device of the draft model and of heads; null: `device`."
+    )
     batch_invariant: bool | None = Field(
         None, description="Compute the same bits in any batch; null: where that is the default."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +312,8 @@ def load_engine(
         target, drafter: folders or names of models (:mod:`paceline.model_names`).
         translate: take a drafter with another tokenizer, too; the method `omnidraft` uses it. The
             demo target then has one where ``drafter`` is None.
-        drafter_device: where the drafter runs; None: where the target does.
+        drafter_device: where the draft model and heads run (Dovetail runs the target on another
+            device than its head); None: where the target does.
         heads: folder with the target's trained heads (:class:`paceline.models.heads.HeadLibrary`),
             or a published drafter's folder or ``hf:`` name; default: the folder ``heads`` in
             the target's, or those that ship for it.
@@ -385,6 +386,12 @@ def load_engine(
         draft_model if isinstance(draft_model, DraftModel) else None,
     )
     costs.look()
+    distant = None
+    if pick_device(drafter_device or device) != pick_device(device):
+        distant = partial(
+            distant_target, target, dtype=DTYPES[dtype if dtype in FLOATS else "float32"],
+            device=pick_device(drafter_device or device), kv_tokens=kv_tokens,
+        )  # fmt: skip
     give_back()
     engine = Engine(
         ModelTarget(runner),
@@ -393,7 +400,7 @@ def load_engine(
         eos_token_ids=eos_token_ids(target),
         limits=limits,
         length_context=_length_context(target, drafter, heads, costs),
-        heads=HeadLibrary(heads, target, runner),
+        heads=HeadLibrary(heads, target, runner, distant),
     )
     engine.drafters.corpus = [tokenizer.encode(text, add_special_tokens=False) for text in corpus]
     return engine

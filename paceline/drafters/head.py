@@ -103,10 +103,14 @@ class HeadDrafter(Drafter):
 
     def read_prompt(self, session: SessionView, read: Verification) -> None:
         features = self._head.select(read.extras[self._feature])
-        self._readings[session.session_id].features.append(features)
+        self._readings[session.session_id].features.append(self._here(features))
+
+    def _here(self, features: torch.Tensor) -> torch.Tensor:
+        """Features where the head is, which may be another device than the target's."""
+        return features.to(self._head.target.embedding)
 
     def read_states(self, session: SessionView, states: torch.Tensor) -> None:
-        features = states.to(self._head.target.embedding)
+        features = self._here(states)
         if self._feature is Need.LAYER_STATES and self._head.feature_layers is None:
             features = features.unflatten(1, (-1, self._head.target.config.hidden_size))
         self._readings[session.session_id].features.append(features)
@@ -206,7 +210,7 @@ class HeadDrafter(Drafter):
             features = self._head.select(outcome.verification.extras[self._feature])
             if len(features) > 1:
                 features = features[kept_rows(outcome)]
-            reading.features.append(features)
+            reading.features.append(self._here(features))
 
 
 class _BehindStates:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidArgument
+from paceline.gguf_folder import model_folder
 from paceline.model_names import resolve_model
 from paceline.models.heads import HEADS
 from paceline.train.data import load_text
@@ -55,7 +56,7 @@ def distill(
     """
     if target is None:
         target, drafter = "demo", drafter or (None if fresh else "demo-drafter")
-    target = resolve_model(target)
+    target = model_folder(resolve_model(target))
     drafter = None if drafter is None else resolve_model(drafter)
     text = load_text(target, data, length, held_out_rows, chat)
     return DraftTask(target, text, drafter=drafter, **knobs)
@@ -83,7 +84,7 @@ def head(
     **knobs: Any,
 ) -> Task:
     """Train a draft head for ``target``, by default the demo's."""
-    target = resolve_model(target or "demo")
+    target = model_folder(resolve_model(target or "demo"))
     text = load_text(target, data, length, held_out_rows, chat)
     return DraftHeadTask(target, text, kind=kind, **knobs)
 

@@ -9,11 +9,14 @@ import torch
 
 from paceline.config import SpeculationConfig
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
+from paceline.drafters.head import HeadDrafter
 from paceline.errors import InvalidArgument
 from paceline.lengths.round_trip import RoundTripCosts, best_depth
 from paceline.loading import load_engine
+from paceline.models.heads import HeadLibrary
 from paceline.models.heads.base import HeadTarget
 from paceline.models.heads.dovetail import Dovetail, DovetailOptions
+from paceline.models.heads.layer import distant_target
 from paceline.sampling import SamplingParams
 from tests.core.toy_heads import (
     PARAMS,
@@ -50,12 +53,38 @@ def test_tokens_are_those_of_the_target(
     assert engine.tokenizer is not None
     prompt = engine.tokenizer.encode("def read(path):\n")
     params = SamplingParams(max_tokens=32, temperature=temperature, seed=1, ignore_eos=True)
-    drafted, plain = (
+    drafted, headed, plain = (
         engine.generate([prompt], params, SpeculationConfig(length="fixed", method=method))[0]
-        for method in ("draft_model", "ar")
+        for method in ("draft_model", "dovetail", "ar")
     )
-    assert drafted.output_ids == plain.output_ids
+    assert drafted.output_ids == headed.output_ids == plain.output_ids
     assert drafted.stats.num_accepted > 0
+    assert headed.stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("method", ["dovetail", "eagle", "moa"])
+def test_a_head_has_its_own_parts_of_a_target_elsewhere(method: str) -> None:
+    """What the target sends becomes the type and the device of those parts."""
+    engine = load_engine(TARGET_DIR, DRAFTER_DIR)
+    parts = distant_target(TARGET_DIR, dtype=torch.bfloat16, device="cpu", kv_tokens=None)
+    own = engine.drafters.heads
+    assert own is not None
+    engine.drafters.heads = HeadLibrary(
+        own.folder, TARGET_DIR, engine.local_target.runner, lambda: parts
+    )
+    assert engine.tokenizer is not None
+    prompt = engine.tokenizer.encode("def read(path):\n")
+    params = SamplingParams(max_tokens=32, ignore_eos=True)
+    headed, plain = (
+        engine.generate([prompt], params, SpeculationConfig(length="fixed", method=name))[0]
+        for name in (method, "ar")
+    )
+    drafter = engine.drafters[method]
+    assert isinstance(drafter, HeadDrafter)
+    assert drafter._head.target is parts
+    assert headed.output_ids == plain.output_ids
+    assert not headed.stats.drafter_lost
+    assert headed.stats.num_accepted > 0
 
 
 def test_a_device_that_is_none() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -121,12 +121,21 @@ class HeadLibrary:
         folder: for example ``heads``, with ``heads/medusa/config.json``; it may be missing.
         target: the target's model folder.
         runner: the loaded target, or those parts of it that heads use.
+        distant: loads these parts for another device than the target's, where heads are to draft;
+            None: they draft where the target is.
     """
 
-    def __init__(self, folder: Path, target: Path, runner: ModelRunner | HeadTarget) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        target: Path,
+        runner: ModelRunner | HeadTarget,
+        distant: Callable[[], HeadTarget] | None = None,
+    ) -> None:
         self.folder = folder
         self._target = target
         self._runner = runner
+        self._distant = distant
 
     def has(self, kind: str) -> bool:
         """Whether the folder has a head of this kind, Paceline's own or a published one."""
@@ -144,6 +153,12 @@ class HeadLibrary:
     def _inside(self) -> Published | None:
         return mtp_layer_in(self._target)
 
+    @cached_property
+    def _parts(self) -> HeadTarget:
+        """Of the target, on the other device; all heads share them."""
+        assert self._distant is not None
+        return self._distant()
+
     def load(self, kind: str) -> Head:
         """A head, ready to draft.
 
@@ -158,7 +173,7 @@ class HeadLibrary:
             )  # fmt: skip
         if not isinstance(self._runner, LlamaRunner | TransformersRunner | HeadTarget):
             raise InvalidArgument("method", kind, "a method without a head: this target gives none")
-        target = self._runner
+        target = self._parts if self._distant is not None else self._runner
         if not isinstance(target, HeadTarget):
             target = HeadTarget.of_runner(self._target, target)
         if self._own(kind):

@@ -1,0 +1,72 @@
+"""Every kind of drafter that people have can be trained for SmolLM2, in minutes of a processor.
+
+The two that ship (`eagle3`, `dspark`) were trained for hours. These recipes show that the training
+of the others works on a real chat model: the loss falls, what the head drafts is accepted, and the
+tokens are AR's.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from paceline.config import SpeculationConfig
+from paceline.loading import load_engine
+from paceline.sampling import SamplingParams
+
+MOST_S = 1200.0
+RECIPES: Mapping[str, tuple[int, tuple[str, ...]]] = {
+    "medusa": (40, ("num_heads=3",)),
+    "hydra": (40, ("num_heads=3",)),
+    "mtp": (40, ()),
+    "peagle": (60, ("num_layers=1", "depths=4")),
+    "dflash": (80, ("num_layers=2", "block_size=8", "anchors=64", "vocabulary=8192")),
+    "dflash2": (80, ("num_layers=2", "block_size=8", "anchors=64", "vocabulary=8192")),
+    "xpress": (60, ("num_layers=2", "block_size=8", "anchors=64", "vocabulary=8192")),
+}
+"""Steps of two rows of 128 tokens, and options that keep a head small."""
+PROMPT = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef write("
+
+
+@pytest.mark.nightly
+@pytest.mark.alone
+@pytest.mark.timeout(MOST_S + 300)
+@pytest.mark.parametrize("kind", list(RECIPES))
+def test_a_head_learns_from_smollm2(kind: str, tmp_path: Path) -> None:
+    steps, options = RECIPES[kind]
+    started = time.monotonic()
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "paceline.cluster.cli", "train", kind, "--target", "smollm2",
+            "--out", str(tmp_path / kind), "--steps", str(steps), "-b", "2", "--length", "128",
+            "--held-out-rows", "8", "--eval-every", str(steps // 2), "--warmup", "5", "--json",
+            *(word for option in options for word in ("--set", option)),
+        ],
+        capture_output=True, text=True, timeout=MOST_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    seconds = time.monotonic() - started
+    result = json.loads(done.stdout)
+    before, after = result["before"], result["after"]
+    engine = load_engine("smollm2", heads=tmp_path, dtype="auto")
+    assert engine.tokenizer is not None
+    prompt = engine.tokenizer.encode(PROMPT)
+    params = SamplingParams(max_tokens=48, ignore_eos=True)
+    (plain,) = engine.generate([prompt], params)
+    config = SpeculationConfig(method=kind, length="fixed", num_speculative_tokens=3)
+    (drafted,) = engine.generate([prompt], params, config)
+    print(
+        f"{kind}: {seconds:.0f} s; loss {before['loss']:.2f} to {after['loss']:.2f}; accepted "
+        f"length {after['accepted_length']:.2f} on held-out text; "
+        f"{drafted.stats.num_accepted} of {drafted.stats.num_drafted} drafted tokens accepted"
+    )
+    assert after["loss"] < 0.8 * before["loss"]
+    assert after["accepted_length"] > before["accepted_length"] + 0.05
+    assert drafted.output_ids == plain.output_ids
+    assert drafted.stats.num_accepted > 0

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Mask = npt.NDArray[np.bool_]  # [vocab_size], True where a token is allowed
 
-_MASK_THREADS = 8
-_LOOK_S = 0.001
+_MASK_THREADS = 4  # and one for all constraints of which a mask has taken long
+_LOOK_S, _QUEUE_S = 0.001, 0.005
 _CACHED = 64
 _REFUSED, _REFUSED_S = 1024, 600.0  # how many are remembered, and for how long
 _HARM_SHARE, _HARM_S, _LONGEST_PAUSE_S = 0.02, 0.5, 30.0
@@ -58,13 +58,26 @@ MAX_WAITING, MAX_WAITING_OF_ONE = 32, 4
 """Constraints that may wait to be compiled: of all callers, and of one tenant."""
 
 
+class _Group:
+    """The constraints with the same text.
+
+    Attributes:
+        is_refused: masks of one of them took too long.
+    """
+
+    def __init__(self) -> None:
+        self.is_refused = False
+
+
 class Constraint:
     """Which tokens may come next in one session, from its first generated token on.
 
     Args:
         matcher: llguidance's.
         pieces: the bytes of the tokens, for :meth:`forced`.
-        on_too_slow: gets the processor seconds of a mask that has taken too long, when it is done.
+        group: shared by those with the same text; None: it is alone.
+        on_too_slow: called when a mask takes too long, with 0, and when it is done, with the
+            processor seconds that it took.
 
     Attributes:
         error: why it cannot continue (it reached a limit of llguidance, or its masks took more than
@@ -76,8 +89,10 @@ class Constraint:
         matcher: Any,
         vocab_size: int,
         pieces: TokenBytes | None = None,
+        group: _Group | None = None,
         on_too_slow: Callable[[float], object] = lambda seconds: None,
     ) -> None:
+        self._group = group or _Group()
         self._matcher = matcher  # behind the committed tokens
         self._scout: Any = None  # a copy, behind those and the tokens in _ahead
         self._ahead: list[int] = []
@@ -102,9 +117,11 @@ class Constraint:
         If not, it is computed on another thread, and another session's round need not wait for it.
         A constraint with an error is ready, too: the round ends its session.
         """
+        if self._group.is_refused:
+            self._too_slow()
         if self.error is None and () not in self._masks:
             if self._next is None:
-                self._next = _Job(self._matcher.compute_bitmask)
+                self._next = self._job(self._matcher)
             self._settle(0.0 if self._slow else PATIENCE_S)
         return self.error is not None or () in self._masks
 
@@ -162,7 +179,7 @@ class Constraint:
         def compute_mask(matcher: Any | None) -> Mask | None:
             if matcher is None:
                 return self._mask(drafted, PATIENCE_S)  # acceptance needs it, too
-            job = _Job(matcher.compute_bitmask)
+            job = self._job(matcher)
             done = job.wait(PATIENCE_S)
             self._spent += job.seconds
             if not done:
@@ -207,7 +224,7 @@ class Constraint:
             return None
         if place not in self._masks:
             matcher = self._scout if place else self._matcher
-            job = _Job(matcher.compute_bitmask)
+            job = self._job(matcher)
             if not place:
                 self._next = job
                 self._settle(limit_s)
@@ -234,10 +251,14 @@ class Constraint:
         self._keep((), job, self._matcher)
         return self.error is None
 
+    def _job(self, matcher: Any) -> _Job[bytes]:
+        return _Job(matcher.compute_bitmask, self._slow)
+
     def _came_late(self, job: _Job[bytes]) -> None:
-        self._slow = True
-        if job.seconds >= MASK_S:
+        self._slow |= job.seconds >= PATIENCE_S  # else it had to wait for a thread
+        if job.seconds >= MASK_S and self.error is None:
             self._too_slow()
+            self._on_too_slow(0.0)
             job.when_done(self._on_too_slow)
 
     def _keep(self, place: tuple[int, ...], job: _Job[bytes], matcher: Any) -> None:
@@ -274,6 +295,7 @@ class Constraint:
             self._on_too_slow(self._spent)
 
     def _too_slow(self) -> None:
+        self._group.is_refused = True
         if self.error is None:
             self.error = ResourceExhausted(
                 f"the constraint takes more than {1e3 * STEP_S:g} ms of a processor for each token "
@@ -320,11 +342,12 @@ class _Job(Generic[T]):
     Nothing can stop llguidance in the middle of a mask, but nothing has to wait for it.
     """
 
-    def __init__(self, work: Callable[[], T]) -> None:
+    def __init__(self, work: Callable[[], T], is_slow: bool) -> None:
         self._work = work
+        self._submitted = time.monotonic()
         self._clock: tuple[int, float] | None = None  # the thread's, and what it showed first
         self._seconds: float | None = None  # once it is done
-        self._future = _mask_threads().submit(self._run)
+        self._future = _mask_threads(is_slow).submit(self._run)
 
     def _run(self) -> T:
         clock = time.pthread_getcpuclockid(threading.get_ident())
@@ -342,9 +365,15 @@ class _Job(Generic[T]):
         return 0.0 if self._clock is None else time.clock_gettime(self._clock[0]) - self._clock[1]
 
     def wait(self, limit_s: float) -> bool:
-        """Whether it is done; waits for it until it has taken so many seconds of a processor."""
+        """Whether it is done; waits for it until it has taken so many seconds of a processor.
+
+        For less than a whole mask's time it does not wait long for a thread either.
+        """
         while not self._future.done():
             if self.seconds >= limit_s:
+                return False
+            queued = self._clock is None and time.monotonic() - self._submitted > _QUEUE_S
+            if queued and limit_s < MASK_S:
                 return False
             with contextlib.suppress(TimeoutError):
                 self._future.exception(_LOOK_S)
@@ -360,8 +389,8 @@ class _Job(Generic[T]):
 
 
 @cache
-def _mask_threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_MASK_THREADS, "paceline-masks")
+def _mask_threads(slow: bool) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1 if slow else _MASK_THREADS, "paceline-masks")
 
 
 class ConstraintCompiler:
@@ -383,7 +412,7 @@ class ConstraintCompiler:
         self._ll_tokenizer: Any = None
         self._pieces: TokenBytes | None = None
         self.process: ConstraintProcess | None = None
-        self._matchers: OrderedDict[bytes, Any] = OrderedDict()
+        self._matchers: OrderedDict[bytes, tuple[Any, _Group]] = OrderedDict()
         self._refused: OrderedDict[bytes, tuple[str, float]] = OrderedDict()  # why, and until when
         self._paused: dict[str, float] = {}  # until when no new one is compiled, by scope
 
@@ -470,15 +499,15 @@ class ConstraintCompiler:
             reason, until = self._refused.get(key, ("", 0.0))
             if until > time.monotonic():
                 raise InvalidArgument(kind, _start(text), reason)
-            matcher = self._matchers.get(key)
-            if matcher is None:
+            if key not in self._matchers:
                 return None
             self._matchers.move_to_end(key)
-            return self._constraint(key, matcher, scope)
+            return self._constraint(key, scope)
 
-    def _constraint(self, key: bytes, matcher: Any, scope: str) -> Constraint:
+    def _constraint(self, key: bytes, scope: str) -> Constraint:
+        matcher, group = self._matchers[key]
         late = partial(self._note_late, key, scope)
-        return Constraint(matcher.deep_copy(), self._vocab_size, self._pieces, late)
+        return Constraint(matcher.deep_copy(), self._vocab_size, self._pieces, group, late)
 
     def _note_late(self, key: bytes, scope: str, seconds: float) -> None:
         """Refuse a constraint from now on, and perhaps new ones of its scope for a while."""
@@ -515,10 +544,10 @@ class ConstraintCompiler:
                     self._charge(scope, _HELPER_S)
             raise InvalidArgument(kind, _start(text), str(error)) from None
         with self._lock:
-            self._matchers[key] = matcher
+            self._matchers[key] = matcher, _Group()
             if len(self._matchers) > _CACHED:
                 self._matchers.popitem(last=False)
-            return self._constraint(key, matcher, scope)
+            return self._constraint(key, scope)
 
     def _prepare(self, kind: str, text: str) -> None:
         """Load the tokenizer, here and in the helper."""

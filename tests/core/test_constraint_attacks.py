@@ -241,6 +241,20 @@ def test_a_constraint_that_was_too_slow_is_refused_at_once(demo: Engine) -> None
     assert compiler.submit(new, "alice").result(30) is not None
 
 
+def test_equal_constraints_end_together(demo: Engine) -> None:
+    """One of them has shown that it is too slow: the others need not show it again."""
+    compiler = ConstraintCompiler(demo.tokenizer, demo.target.vocab_size, demo.eos_token_ids)
+    one, other = (compiler.compile(SamplingParams(regex="a+")) for _ in range(2))
+    another = compiler.compile(SamplingParams(regex="b+"))
+    assert one is not None and other is not None and another is not None
+    assert other.allowed(()) is not None
+    one._spend(0.2)
+    assert other.ready()
+    assert isinstance(other.error, ResourceExhausted)
+    assert another.ready()
+    assert another.error is None
+
+
 def test_who_kills_helpers_has_to_wait(demo: Engine) -> None:
     compiler = ConstraintCompiler(demo.tokenizer, demo.target.vocab_size, demo.eos_token_ids)
     for length in (990, 991):

@@ -58,7 +58,7 @@ def test_a_head_learns_from_smollm2(kind: str, tmp_path: Path) -> None:
     assert engine.tokenizer is not None
     prompt = engine.tokenizer.encode(PROMPT)
     params = SamplingParams(max_tokens=48, ignore_eos=True)
-    (plain,) = engine.generate([prompt], params)
+    (plain,) = engine.generate([prompt], params, SpeculationConfig(method="ar"))
     config = SpeculationConfig(method=kind, length="fixed", num_speculative_tokens=3)
     (drafted,) = engine.generate([prompt], params, config)
     print(

@@ -21,16 +21,17 @@ from paceline.loading import load_engine
 from paceline.sampling import SamplingParams
 
 MOST_S = 1200.0
-RECIPES: Mapping[str, tuple[int, tuple[str, ...]]] = {
-    "medusa": (40, ("num_heads=3",)),
-    "hydra": (40, ("num_heads=3",)),
-    "mtp": (40, ()),
-    "peagle": (60, ("num_layers=1", "depths=4")),
-    "dflash": (80, ("num_layers=2", "block_size=8", "anchors=64", "vocabulary=8192")),
-    "dflash2": (80, ("num_layers=2", "block_size=8", "anchors=64", "vocabulary=8192")),
-    "xpress": (60, ("num_layers=2", "block_size=8", "anchors=64", "vocabulary=8192")),
+BLOCK = ("num_layers=2", "block_size=8", "anchors=64", "vocabulary=8192")
+RECIPES: Mapping[str, tuple[int, float, tuple[str, ...]]] = {
+    "medusa": (40, 0.003, ("num_heads=3",)),
+    "hydra": (80, 0.0005, ("num_heads=3",)),
+    "mtp": (40, 0.003, ()),
+    "peagle": (60, 0.003, ("num_layers=1", "depths=4")),
+    "dflash": (80, 0.003, BLOCK),
+    "dflash2": (80, 0.003, BLOCK),
+    "xpress": (60, 0.003, BLOCK),
 }
-"""Steps of two rows of 128 tokens, and options that keep a head small."""
+"""Steps of two rows of 128 tokens, the learning rate, and options that keep a head small."""
 PROMPT = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef write("
 
 
@@ -39,13 +40,14 @@ PROMPT = "def read(path):\n    with open(path) as file:\n        return file.rea
 @pytest.mark.timeout(MOST_S + 300)
 @pytest.mark.parametrize("kind", list(RECIPES))
 def test_a_head_learns_from_smollm2(kind: str, tmp_path: Path) -> None:
-    steps, options = RECIPES[kind]
+    steps, rate, options = RECIPES[kind]
     started = time.monotonic()
     done = subprocess.run(
         [
             sys.executable, "-m", "paceline.cluster.cli", "train", kind, "--target", "smollm2",
             "--out", str(tmp_path / kind), "--steps", str(steps), "-b", "2", "--length", "128",
             "--held-out-rows", "8", "--eval-every", str(steps // 2), "--warmup", "5", "--json",
+            "--lr", str(rate),
             *(word for option in options for word in ("--set", option)),
         ],
         capture_output=True, text=True, timeout=MOST_S, check=False,

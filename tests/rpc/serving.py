@@ -28,9 +28,9 @@ def serving(grace: float = 0.2, **arguments: Any) -> Iterator[RpcServer]:
         try:
             yield server
         finally:
-            asyncio.run_coroutine_threadsafe(server.stop(grace), loop).result(10)
+            asyncio.run_coroutine_threadsafe(server.stop(grace), loop).result(60)
     finally:
-        asyncio.run_coroutine_threadsafe(calls_ended(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(calls_ended(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()

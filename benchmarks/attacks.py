@@ -61,7 +61,6 @@ ATTACKS: dict[str, Make] = {
     "short chain": lambda i: _sampled(grammar=_chain(900, i)),
     "ambiguous": lambda i: _sampled(grammar=_ambiguous("", i)),
     "hidden": lambda i: _sampled(grammar=_ambiguous("/[xy]{40}/", i)),
-    "hidden at once": lambda i: _sampled(grammar=_ambiguous("/[xy]{40}/", i)),
     "31 bytes": lambda i: _sampled(grammar=f'start: s\ns: s s | /[^{chr(97 + i % 26)}]/ | ""\n'),
     "regex": lambda i: _sampled(regex=f"((a{{1000}}){{1000}}){{1000}}{i}"),
     "slow schema": lambda i: _sampled(
@@ -78,7 +77,6 @@ ATTACKS: dict[str, Make] = {
     "unread": lambda i: _sampled(max_tokens=1),
 }
 NUM_UNREAD = 160
-AT_ONCE = 32
 MANY = 64
 """Calls at a time of a flood."""
 
@@ -120,7 +118,7 @@ class _Attacker:
         self._kept: list[Any] = []
         special = {
             "watches": self._watch_on, "made-up methods": self._flood,
-            "unread": self._leave_unread, "hidden at once": self._ask_at_once,
+            "unread": self._leave_unread,
         }  # fmt: skip
         self._do = special.get(name, self._ask)
         self._number = 0
@@ -135,12 +133,6 @@ class _Attacker:
 
     def _ask(self) -> None:
         list(self._generate(self._make(self._number), timeout=60))
-
-    def _ask_at_once(self) -> None:
-        calls = [self._generate(self._make(self._number), timeout=60) for _ in range(AT_ONCE)]
-        for call in calls[1:]:
-            self.answers[call.code().name] += 1
-        list(calls[0])
 
     def _watch_on(self) -> None:
         self._kept.append(self._watch(health_pb2.HealthCheckRequest()))

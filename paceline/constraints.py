@@ -44,10 +44,12 @@ if TYPE_CHECKING:
     from paceline.tokenizer import Tokenizer
 
 T = TypeVar("T")
+_Found = tuple[bytes, bool]  # a mask in bits, and whether the matcher has failed
 Mask = npt.NDArray[np.bool_]  # [vocab_size], True where a token is allowed
 
 _MASK_THREADS = 4  # and one for all constraints of which a mask has taken long
-_LOOK_S, _QUEUE_S = 0.001, 0.005
+_LOOK_S, _LONGEST_WAIT_S = 0.001, 0.005
+_VAIN_S, _VAIN_SHARE = 0.01, 0.02
 _CACHED = 64
 _REFUSED, _REFUSED_S = 1024, 600.0  # how many are remembered, and for how long
 _HARM_SHARE, _HARM_S, _LONGEST_PAUSE_S = 0.02, 0.5, 30.0
@@ -59,14 +61,22 @@ MAX_WAITING, MAX_WAITING_OF_ONE = 32, 4
 
 
 class _Group:
-    """The constraints with the same text.
+    """The constraints with the same text: their matchers are copies, which share a lock.
 
     Attributes:
         is_refused: masks of one of them took too long.
+        late: masks that take long and may still be under way. While they are, a call of any of the
+            matchers would wait for them.
     """
 
     def __init__(self) -> None:
         self.is_refused = False
+        self.late: list[_Job[_Found]] = []
+
+    @property
+    def is_held(self) -> bool:
+        self.late = [job for job in self.late if not job.done]
+        return bool(self.late)
 
 
 class Constraint:
@@ -100,8 +110,9 @@ class Constraint:
         self._pieces = pieces
         self._layout, self._laid_out = JsonLayout(), 0  # of the output's first tokens: how many
         self._masks: dict[tuple[int, ...], Mask] = {}  # behind the committed tokens and these
-        self._next: _Job[bytes] | None = None  # the mask behind the committed tokens, under way
-        self._slow = False  # whether a mask has ever come late
+        self._next: _Job[_Found] | None = None  # the mask behind the committed tokens, under way
+        self._slow = False  # whether a mask has ever taken long
+        self._num_late = 0
         self._spent = 0.0  # processor seconds that committed tokens have not paid for
         self._on_too_slow = on_too_slow
         self.error: Exception | None = None
@@ -111,19 +122,31 @@ class Constraint:
         """Whether the output must end after the committed tokens."""
         return self._settle(MASK_S) and bool(self._matcher.is_stopped())
 
-    def ready(self) -> bool:
+    @property
+    def is_held(self) -> bool:
+        """Whether a call would have to wait for a late mask of a constraint with the same text."""
+        return self.error is None and self._group.is_held
+
+    def begin(self) -> None:
+        """Have the mask behind the committed tokens computed, on another thread."""
+        if self.error is None and () not in self._masks and self._next is None and not self.is_held:
+            self._next = self._job(self._matcher)
+
+    def ready(self, wait: bool = True) -> bool:
         """Whether a round may begin: the mask behind the committed tokens is known.
 
-        If not, it is computed on another thread, and another session's round need not wait for it.
-        A constraint with an error is ready, too: the round ends its session.
+        If not, another session's round need not wait for it. A constraint with an error is ready,
+        too: the round ends its session.
+
+        Args:
+            wait: for the mask, as long as :data:`PATIENCE_S`.
         """
         if self._group.is_refused:
             self._too_slow()
         if self.error is None and () not in self._masks:
-            if self._next is None:
-                self._next = self._job(self._matcher)
-            self._settle(0.0 if self._slow else PATIENCE_S)
-        return self.error is not None or () in self._masks
+            self.begin()
+            self._settle(PATIENCE_S if wait and not self._slow else 0.0)
+        return self.error is not None or (() in self._masks and not self.is_held)
 
     def allowed(self, path_tokens: Sequence[int]) -> Mask | None:
         """Mask of the tokens that may follow the committed tokens and ``path_tokens``.
@@ -138,7 +161,7 @@ class Constraint:
 
         A constraint that has once taken long is not asked for more than its next mask.
         """
-        if not path_tokens or self._slow:
+        if not path_tokens or self._slow or self.is_held:
             return not path_tokens
         mask = self._mask(path_tokens[:-1], PATIENCE_S)
         return mask is not None and bool(mask[path_tokens[-1]])
@@ -148,12 +171,13 @@ class Constraint:
 
         The mask behind them is known as well, so that acceptance has to wait for none.
         """
-        if self._slow:
+        if self._slow or self.is_held:
             return 0
+        num_late = self._num_late
         for count in range(len(tokens) + 1):
             mask = self._mask(tokens[:count], PATIENCE_S)
             if mask is None:  # late, or behind the end of the output
-                return max(0, count - 1) if self._slow else count
+                return count if self._num_late == num_late else max(0, count - 1)
             if count < len(tokens) and not mask[tokens[count]]:
                 return count
         return len(tokens)
@@ -165,7 +189,7 @@ class Constraint:
         Args:
             output_ids: the committed tokens of the output.
         """
-        if self._pieces is None or self._spent > BURST_S / 2 or self._slow:
+        if self._pieces is None or self._spent > BURST_S / 2 or self._slow or self.is_held:
             return []
         if not self._settle(PATIENCE_S) or not self._go_to(drafted, PATIENCE_S):
             return []
@@ -185,8 +209,8 @@ class Constraint:
             if not done:
                 self._came_late(job)
                 return None
-            late = matcher.is_error() or self._spent > BURST_S / 2
-            return None if late else self._unpacked(job.result())
+            data, failed = job.result()
+            return None if failed or self._spent > BURST_S / 2 else self._unpacked(data)
 
         matcher = self._matcher if self._scout is None else self._scout
         return forced_tokens(matcher.deep_copy(), self._pieces, layout, count, compute_mask)
@@ -251,23 +275,31 @@ class Constraint:
         self._keep((), job, self._matcher)
         return self.error is None
 
-    def _job(self, matcher: Any) -> _Job[bytes]:
-        return _Job(matcher.compute_bitmask, self._slow)
+    def _job(self, matcher: Any) -> _Job[_Found]:
+        def work() -> _Found:
+            # Together: a later call would wait for masks of others that are under way by then.
+            return matcher.compute_bitmask(), matcher.is_error()
 
-    def _came_late(self, job: _Job[bytes]) -> None:
-        self._slow |= job.seconds >= PATIENCE_S  # else it had to wait for a thread
+        return _Job(work, self._slow)
+
+    def _came_late(self, job: _Job[_Found]) -> None:
+        self._num_late += 1
+        if job not in self._group.late:
+            self._group.late.append(job)
+        self._slow |= job.seconds >= PATIENCE_S  # else it waits for a thread, or nothing for it
         if job.seconds >= MASK_S and self.error is None:
             self._too_slow()
             self._on_too_slow(0.0)
             job.when_done(self._on_too_slow)
 
-    def _keep(self, place: tuple[int, ...], job: _Job[bytes], matcher: Any) -> None:
+    def _keep(self, place: tuple[int, ...], job: _Job[_Found], matcher: Any) -> None:
         """Keep a mask that is done; its time counts."""
         self._spend(job.seconds)
-        if self.error is None and matcher.is_error():
+        data, failed = job.result()
+        if self.error is None and failed:
             self._fail(matcher)
         if self.error is None:
-            self._masks[place] = self._unpacked(job.result())
+            self._masks[place] = self._unpacked(data)
 
     def _unpacked(self, data: bytes) -> Mask:
         bits = np.frombuffer(data, np.uint8)
@@ -336,6 +368,24 @@ class Constraint:
         return self.error is None
 
 
+class _VainWaits:
+    """Seconds that rounds have waited for masks in vain: they have a budget, of all sessions."""
+
+    def __init__(self) -> None:
+        self._left, self._at = _VAIN_S, time.monotonic()
+
+    def may_wait(self) -> bool:
+        """Whether some of it is left."""
+        now = time.monotonic()
+        self._left = min(_VAIN_S, self._left + (now - self._at) * _VAIN_SHARE)
+        self._at = now
+        return self._left > 0.0
+
+    def add(self, seconds: float) -> None:
+        """Take a wait's time off it."""
+        self._left -= seconds
+
+
 class _Job(Generic[T]):
     """A call on another thread, whose processor time is known while it runs.
 
@@ -344,7 +394,6 @@ class _Job(Generic[T]):
 
     def __init__(self, work: Callable[[], T], is_slow: bool) -> None:
         self._work = work
-        self._submitted = time.monotonic()
         self._clock: tuple[int, float] | None = None  # the thread's, and what it showed first
         self._seconds: float | None = None  # once it is done
         self._future = _mask_threads(is_slow).submit(self._run)
@@ -367,17 +416,25 @@ class _Job(Generic[T]):
     def wait(self, limit_s: float) -> bool:
         """Whether it is done; waits for it until it has taken so many seconds of a processor.
 
-        For less than a whole mask's time it does not wait long for a thread either.
+        For less than a whole mask's time it does not wait long for a thread or a lock either, and
+        not at all where such waits have been in vain too often.
         """
+        patient = limit_s >= MASK_S
+        if not patient and not _vain_waits.may_wait():
+            return self._future.done()
+        started = time.monotonic()
         while not self._future.done():
-            if self.seconds >= limit_s:
-                return False
-            queued = self._clock is None and time.monotonic() - self._submitted > _QUEUE_S
-            if queued and limit_s < MASK_S:
+            waited = time.monotonic() - started
+            if self.seconds >= limit_s or (waited > _LONGEST_WAIT_S and not patient):
+                _vain_waits.add(waited)
                 return False
             with contextlib.suppress(TimeoutError):
                 self._future.exception(_LOOK_S)
         return True
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
 
     def result(self) -> T:
         """What the call has returned."""
@@ -386,6 +443,9 @@ class _Job(Generic[T]):
     def when_done(self, tell: Callable[[float], object]) -> None:
         """Tell its processor seconds, on its thread, once it has returned."""
         self._future.add_done_callback(lambda _: tell(self.seconds))
+
+
+_vain_waits = _VainWaits()
 
 
 @cache

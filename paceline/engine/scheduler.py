@@ -22,6 +22,8 @@ from paceline.target import Target
 from paceline.types import Load, Outcome
 
 logger = logging.getLogger(__name__)
+MASK_WAIT_S = 0.005
+"""Seconds that a step waits for the masks of constraints, all together."""
 MASK_LOOK_S = 0.001
 """Seconds between two looks at masks that take long."""
 
@@ -316,12 +318,13 @@ class Scheduler:
     def has_ready(self) -> bool:
         """Whether any session can be verified without waiting."""
         drafted = filter(self._drafting.has_draft, self.in_state(SessionState.DRAFTING))
-        return any(map(_knows_mask, (*self.in_state(SessionState.READY), *drafted)))
+        return bool(_with_masks([*self.in_state(SessionState.READY), *drafted]))
 
     @property
     def patience_left(self) -> float:
         """Seconds until a session may be ready without a draft: the mask of its constraint."""
-        known = all(map(_knows_mask, self.in_state(SessionState.READY)))
+        ready = self.in_state(SessionState.READY)
+        known = all(s.constraint is None or s.constraint.ready(False) for s in ready)
         return math.inf if known else MASK_LOOK_S
 
     def choose(self, prefill: Sequence[tuple[Session, int]] = ()) -> list[Session]:
@@ -332,7 +335,7 @@ class Scheduler:
         """
         for session in self._drafting.arrive(self.in_state(SessionState.DRAFTING)):
             session.state = SessionState.READY
-        ready = list(filter(_knows_mask, self.in_state(SessionState.READY)))
+        ready = _with_masks(self.in_state(SessionState.READY))
         if self._shares.contested:
             served = self._shares.served([*ready, *(session for session, _ in prefill)])
             ready = [session for session in ready if session.tenant in served]
@@ -360,6 +363,19 @@ class Scheduler:
             self.after_prefill(session)
 
 
-def _knows_mask(session: Session) -> bool:
-    """Whether a session's round need not wait for its constraint."""
-    return session.constraint is None or session.constraint.ready()
+def _with_masks(sessions: Sequence[Session]) -> list[Session]:
+    """The sessions whose round need not wait for the mask of their constraint.
+
+    Masks are computed side by side; a step waits a moment for them, not for those that are late.
+    """
+    for session in sessions:
+        if session.constraint is not None:
+            session.constraint.begin()
+    until = time.perf_counter() + MASK_WAIT_S
+    found = [
+        session
+        for session in sessions
+        if session.constraint is None or session.constraint.ready(time.perf_counter() < until)
+    ]
+    # One that was late may hold up those that were ready before it.
+    return [each for each in found if each.constraint is None or not each.constraint.is_held]

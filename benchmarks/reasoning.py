@@ -1,11 +1,10 @@
 """SpecReason by threshold: which steps stay, who writes how much, and how long answers take.
 
-Two precisions of SmolLM2 by default: the large model with the four bits of its file, the small one
-rounded again. They cost about the same, so the times show what grades and rewritten steps cost, not
-what a smaller model saves.
+By default the demo target writes, and SmolLM2 grades and rewrites: two models with other tokens,
+which exchange text.
 
-    python -m benchmarks.reasoning --prompts gsm8k_train.jsonl
-    python -m benchmarks.reasoning --small demo-drafter --large demo --dtypes float32 float32
+    python -m benchmarks.reasoning
+    python -m benchmarks.reasoning --prompts gsm8k_train.jsonl --suite gsm8k
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ from dataclasses import dataclass
 
 from paceline.bench.prompts import builtin_prompts
 from paceline.bench.suites import read_prompts
-from paceline.chat import encode_prompt, template_of
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine
 from paceline.loading import limit_threads, load_engine
-from paceline.model_names import resolve_model
 from paceline.sampling import SamplingParams
 from paceline.together.reasoning import EngineWriter, ReasonedAnswer, ReasonOptions, reason
 
@@ -96,10 +93,13 @@ def _alone(engine: Engine, prompt: str, options: ReasonOptions) -> tuple[str, st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--small", default="smollm2")
+    parser.add_argument("--small", default="demo")
     parser.add_argument("--large", default="smollm2")
-    parser.add_argument("--dtypes", nargs=2, default=["q4_0", "auto"], metavar=("SMALL", "LARGE"))
+    parser.add_argument(
+        "--dtypes", nargs=2, default=["float32", "auto"], metavar=("SMALL", "LARGE")
+    )
     parser.add_argument("--prompts", help="file of a suite; default: the built-in prompts")
+    parser.add_argument("--suite", default="gsm8k", help="the format of that file")
     parser.add_argument("--limit", type=int, default=6)
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--separator", default="\n")
@@ -113,13 +113,8 @@ def main() -> None:
     options = ReasonOptions(
         token_budget=given.max_tokens, max_step_tokens=64, separator=given.separator
     )
-    found = read_prompts(given.prompts) if given.prompts else builtin_prompts()
-    template = template_of(resolve_model(given.large), None)
-    assert large.tokenizer is not None
-    prompts = [
-        large.tokenizer.decode(encode_prompt(large.tokenizer, template, each.text))
-        for each in found[: given.limit]
-    ]
+    found = read_prompts(given.prompts, given.suite) if given.prompts else builtin_prompts()
+    prompts = [each.text for each in found[: given.limit]]
     speculation = SpeculationConfig(method=given.method)
     print("| threshold | steps kept | grades a step | large model's tokens | one model's text |"
           " tokens | seconds |")  # fmt: skip

@@ -33,10 +33,10 @@ from paceline.cluster.cli_options import (
     Ca,
     Cert,
     Chat,
+    Corpus,
     Device,
     Drafter,
     Dtype,
-    Corpus,
     Heads,
     IgnoreEos,
     Json,
@@ -196,7 +196,9 @@ def generate(
     device: Device = None,
     drafter_device: Annotated[
         str | None,
-        typer.Option(metavar="D", help="Device of the draft model and of heads. Default: the target's."),
+        typer.Option(
+            metavar="D", help="Device of the draft model and of heads. Default: the target's."
+        ),
     ] = None,
     batch_invariant: Annotated[
         bool | None,

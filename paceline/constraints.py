@@ -256,6 +256,9 @@ class Constraint:
                 self._leave_scout()  # to the job
                 self._spend(job.seconds)
                 self._came_late(job)
+            elif job.result()[1] and limit_s < MASK_S:
+                self._leave_scout()  # AR may never come here: a draft must not end the session
+                self._spend(job.seconds)
             else:
                 self._keep(place, job, matcher)
         return self._masks.get(place)
@@ -361,8 +364,9 @@ class Constraint:
             if mask is None or not mask[token] or self._scout is None:
                 return False
             if self._timed(self._scout.try_consume_tokens, [token]) != 1:
-                if self._scout.is_error():
+                if self._scout.is_error() and limit_s >= MASK_S:
                     self._fail(self._scout)
+                self._leave_scout()
                 return False
             self._ahead.append(token)
         return self.error is None

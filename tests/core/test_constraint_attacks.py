@@ -241,6 +241,34 @@ def test_a_constraint_that_was_too_slow_is_refused_at_once(demo: Engine) -> None
     assert compiler.submit(new, "alice").result(30) is not None
 
 
+class FailsAhead(Held):
+    """A matcher whose copies reach a limit of llguidance."""
+
+    def compute_bitmask(self) -> bytes:
+        return bytes(self._matcher.compute_bitmask())
+
+    def deep_copy(self) -> Any:
+        copy = FailsAhead(self._matcher.deep_copy(), self._until)
+        copy.is_error = lambda: True
+        return copy
+
+
+def test_a_draft_ends_no_session(demo: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a draft alone would reach a limit, the text may never come."""
+    compiler = ConstraintCompiler(demo.tokenizer, demo.target.vocab_size, demo.eos_token_ids)
+    constraint = compiler.compile(SamplingParams(regex="[ab]+"))
+    assert constraint is not None and demo.tokenizer is not None
+    a, b = (demo.tokenizer.encode(text)[0] for text in "ab")
+    failing = FailsAhead(constraint._matcher, threading.Event())
+    monkeypatch.setattr(constraint, "_matcher", failing)
+    assert constraint.num_allowed([a, b, a]) == 1
+    assert constraint.error is None
+    constraint.commit(a)
+    assert constraint.error is None
+    assert constraint.allowed([b]) is None  # acceptance has come there
+    assert isinstance(constraint.error, ResourceExhausted)
+
+
 def test_equal_constraints_end_together(demo: Engine) -> None:
     """One of them has shown that it is too slow: the others need not show it again."""
     compiler = ConstraintCompiler(demo.tokenizer, demo.target.vocab_size, demo.eos_token_ids)

@@ -141,7 +141,7 @@ def show(result: Result, as_json: Json = False) -> None:
     found = _open(result)
     from paceline.tuning import drafters, tables
 
-    if found.manifest().space["search"]["drafters"]:
+    if found.manifest().space.get("search", {}).get("drafters"):
         if as_json:
             print_json({"result": found.url, "drafters": drafters.rows(found)})
         else:

@@ -28,8 +28,8 @@ RECIPES: Mapping[str, tuple[int, float, tuple[str, ...]]] = {
     "mtp": (40, 0.003, ()),
     "peagle": (60, 0.003, ("num_layers=1", "depths=4")),
     "dflash": (300, 0.003, BLOCK),
-    "dflash2": (300, 0.003, BLOCK[:3]),
-    "xpress": (300, 0.003, BLOCK),
+    "dflash2": (150, 0.003, BLOCK[:3]),
+    "xpress": (200, 0.003, BLOCK),
 }
 """Steps of two rows of 128 tokens, the learning rate, and options that keep a head small."""
 PROMPT = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef write("

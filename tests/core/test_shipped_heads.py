@@ -27,6 +27,7 @@ FLOORS = {
     "chimera": 1.5, "fspad": 2.6, "falcon": 1.3, "dovetail": 1.6, "moa": 1.57, "ppd": 1.23,
     "hidden_transfer": 1.2, "dflash": 1.28, "ddtree": 1.68, "dspark": 1.21, "xpress": 1.4,
     "mtp": 1.58, "dflash2": 1.11, "peagle": 1.17, "longspec": 1.72, "linearized": 1.46,
+    "sam_eagle2": 2.5,
 }  # fmt: skip
 MAX_BYTES = 13_600_000  # of all heads together
 

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.bench.prompts import builtin_prompts
 from paceline.config import SpeculationConfig
+from paceline.engine import Engine
 from paceline.loading import load_engine
 from paceline.sampling import SamplingParams
 
@@ -32,7 +34,19 @@ RECIPES: Mapping[str, tuple[int, float, tuple[str, ...]]] = {
     "xpress": (200, 0.003, BLOCK),
 }
 """Steps of two rows of 128 tokens, the learning rate, and options that keep a head small."""
-PROMPT = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef write("
+
+
+def check_drafts(engine: Engine, kind: str) -> tuple[int, int]:
+    """How many tokens of chains of three are accepted and drafted; the output is AR's."""
+    assert engine.tokenizer is not None
+    prompts = [engine.tokenizer.encode(prompt.text) for prompt in builtin_prompts()[:8]]
+    params = SamplingParams(max_tokens=48, ignore_eos=True)
+    plain = engine.generate(prompts, params, SpeculationConfig(method="ar"))
+    config = SpeculationConfig(method=kind, length="fixed", num_speculative_tokens=3)
+    drafted = engine.generate(prompts, params, config)
+    assert [session.output_ids for session in drafted] == [each.output_ids for each in plain]
+    counts = [(each.stats.num_accepted, each.stats.num_drafted) for each in drafted]
+    return sum(accepted for accepted, _ in counts), sum(number for _, number in counts)
 
 
 @pytest.mark.nightly
@@ -57,18 +71,12 @@ def test_a_head_learns_from_smollm2(kind: str, tmp_path: Path) -> None:
     result = json.loads(done.stdout)
     before, after = result["before"], result["after"]
     engine = load_engine("smollm2", heads=tmp_path, dtype="auto")
-    assert engine.tokenizer is not None
-    prompt = engine.tokenizer.encode(PROMPT)
-    params = SamplingParams(max_tokens=48, ignore_eos=True)
-    (plain,) = engine.generate([prompt], params, SpeculationConfig(method="ar"))
-    config = SpeculationConfig(method=kind, length="fixed", num_speculative_tokens=3)
-    (drafted,) = engine.generate([prompt], params, config)
+    num_accepted, num_drafted = check_drafts(engine, kind)
     print(
         f"{kind}: {seconds:.0f} s; loss {before['loss']:.2f} to {after['loss']:.2f}; accepted "
         f"length {after['accepted_length']:.2f} on held-out text; "
-        f"{drafted.stats.num_accepted} of {drafted.stats.num_drafted} drafted tokens accepted"
+        f"{num_accepted} of {num_drafted} drafted tokens accepted"
     )
     assert after["loss"] < 0.8 * before["loss"]
     assert after["accepted_length"] > before["accepted_length"] + 0.05
-    assert drafted.output_ids == plain.output_ids
-    assert drafted.stats.num_accepted > 0
+    assert num_accepted > 0

@@ -4,7 +4,7 @@ By default the demo target writes, and SmolLM2 grades and rewrites: two models w
 which exchange text.
 
     python -m benchmarks.reasoning
-    python -m benchmarks.reasoning --prompts gsm8k_train.jsonl --suite gsm8k
+    python -m benchmarks.reasoning --prompts gsm8k_train.jsonl
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.bench.prompts import builtin_prompts
 from paceline.bench.suites import read_prompts
@@ -58,10 +58,7 @@ def measure(
     """One row for each threshold, and what each model writes alone."""
     alone = {_alone(engine, p, options) for engine in (small, large) for p in prompts}
     for threshold in thresholds:
-        chosen = ReasonOptions(
-            threshold=threshold, token_budget=options.token_budget,
-            max_step_tokens=options.max_step_tokens, separator=options.separator,
-        )  # fmt: skip
+        chosen = replace(options, threshold=threshold)
         answers, seconds = [], 0.0
         for prompt in prompts:
             writers = EngineWriter(small, speculation), EngineWriter(large, speculation)

@@ -16,11 +16,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from paceline.errors import InvalidArgument
 from paceline.tuning.results import Interval, Manifest, Results, best_trial
 from paceline.tuning.space import Space
-from paceline.tuning.stages import Sweep
-from paceline.tuning.tables import ratio, short_label
+from paceline.tuning.stages import Sweep, earlier_run
+from paceline.tuning.tables import latest, ratio, short_label
 
 SUMMARY = "drafters.json"
 
@@ -45,7 +44,7 @@ def run_each(space: Space, results: Results, console: Console, *, resume: bool =
 
     Raises: as :class:`Sweep` and :meth:`Sweep.run`.
     """
-    check_resume(space, results, resume=resume)
+    earlier_run(space, results, resume=resume)  # which refuses a folder with another
     manifests: list[Manifest] = []
     for name, each in spaces(space).items():
         own = Results(f"{results.url}/{name}")
@@ -55,19 +54,6 @@ def run_each(space: Space, results: Results, console: Console, *, resume: bool =
     found = rows(results)
     results.write(SUMMARY, json.dumps(found, indent=2) + "\n")
     results.write("best.yaml", Results(f"{results.url}/{found[0]['drafter']}").read("best.yaml"))
-
-
-def check_resume(space: Space, results: Results, *, resume: bool) -> None:
-    """Raise InvalidArgument if a sweep is there that this one does not go on with."""
-    if results.exists() and not resume:
-        raise InvalidArgument(
-            "result", results.url, "a new folder, or --resume to go on with this one"
-        )
-    if results.exists() and results.manifest().space != space.as_dict():
-        raise InvalidArgument(
-            "space", space.document.name, f"what {results.path('sweep.json')} has: a sweep goes on "
-            "with the space that it began with",
-        )  # fmt: skip
 
 
 def rows(results: Results) -> list[dict[str, Any]]:
@@ -86,13 +72,11 @@ def _rows(results: Results) -> Iterator[dict[str, Any]]:
         own = Results(f"{results.url}/{name}")
         best = best_trial(own.trials(), space.objectives[0]) if own.exists() else None
         if best is not None:
-            metrics = best.confirmed or best.metrics
-            assert metrics is not None
             yield {
                 "drafter": name,
                 "speedup": best.objective(space.objectives[0]).model_dump(mode="json"),
                 "configuration": short_label(best.point),
-                "mean_accepted_length": metrics.mean_accepted_length,
+                "mean_accepted_length": latest(best).mean_accepted_length,
             }
 
 

@@ -58,18 +58,8 @@ class Sweep:
         self._refused: dict[str, str] = {}
         self._predicted: dict[str, float] = {}
         self._num_runs = 1
-        if results.exists():
-            earlier = results.manifest()
-            if not resume:
-                raise InvalidArgument(
-                    "result", results.url, "a new folder, or --resume to go on with this one"
-                )
-            if earlier.space != space.as_dict():
-                changed = _first_difference(earlier.space, space.as_dict())
-                raise InvalidArgument(
-                    "space", changed, f"what {results.path('sweep.json')} has: a sweep goes on "
-                    "with the space that it began with",
-                )  # fmt: skip
+        earlier = earlier_run(space, results, resume=resume)
+        if earlier is not None:
             self._seconds, self._started = dict(earlier.seconds), earlier.started
             self._environment = dict(earlier.environment)
             self._num_runs = earlier.num_runs + 1
@@ -293,6 +283,28 @@ class Sweep:
             refused = self.space.document.constraints.broken_by(metrics)
             changes = {"confirmed": metrics, "refused": refused}
             self.results.save_trial(record.model_copy(update=changes))
+
+
+def earlier_run(space: Space, results: Results, *, resume: bool) -> Manifest | None:
+    """The manifest of the sweep that is there already; None: there is none.
+
+    Raises:
+        InvalidArgument: there is one, and ``resume`` is false or its space is another.
+    """
+    if not results.exists():
+        return None
+    earlier = results.manifest()
+    if not resume:
+        raise InvalidArgument(
+            "result", results.url, "a new folder, or --resume to go on with this one"
+        )
+    if earlier.space != space.as_dict():
+        changed = _first_difference(earlier.space, space.as_dict())
+        raise InvalidArgument(
+            "space", changed, f"what {results.path('sweep.json')} has: a sweep goes on "
+            "with the space that it began with",
+        )  # fmt: skip
+    return earlier
 
 
 def result_url(space: Space, result: str | None, resume: bool) -> str:

@@ -46,6 +46,12 @@ def _one_thread() -> None:
 
 
 @pytest.fixture
+def patient_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constraints wait for every mask: on a busy machine one may take longer than a round waits."""
+    monkeypatch.setattr("paceline.constraints.PATIENCE_S", 10.0)
+
+
+@pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, but for compiled kernels, which are the user's."""
     from paceline.cache import cache_folder

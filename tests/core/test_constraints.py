@@ -228,6 +228,7 @@ def compiler(demo: Engine) -> ConstraintCompiler:
     return ConstraintCompiler(demo.tokenizer, demo.target.vocab_size, demo.eos_token_ids)
 
 
+@pytest.mark.usefixtures("patient_masks")
 def test_paths_and_commits_in_any_order(demo: Engine) -> None:
     tokenizer = demo.tokenizer
     assert tokenizer is not None

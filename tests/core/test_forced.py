@@ -25,6 +25,7 @@ from paceline.session import Session
 KEYS = ("name", "created_at", "kind", "sizes", "is_open", "next_element", "max_size", "values")
 PROMPTS = ('class Stack:\n    """A list that', "def to_json(self):\n    return ", "# config.json\n")
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+pytestmark = pytest.mark.usefixtures("patient_masks")
 
 
 @pytest.fixture(scope="module")

@@ -302,6 +302,7 @@ def test_responses_call_too(client: openai.OpenAI) -> None:
     assert after.output_text
 
 
+@pytest.mark.usefixtures("patient_masks")
 @pytest.mark.parametrize("template", list(TEMPLATES)[1:])
 def test_the_grammar_of_calls_in_text(target: EngineThread, template: str) -> None:
     """With ``auto``, words are free until a call begins, and the call is held to its schema."""
@@ -344,6 +345,7 @@ class WithMarker:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
+@pytest.mark.usefixtures("patient_masks")
 def test_a_marker_that_is_a_special_token(target: EngineThread) -> None:
     tokenizer = WithMarker(target.engine.tokenizer)
     eos = target.engine.eos_token_ids

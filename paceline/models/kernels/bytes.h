@@ -341,50 +341,65 @@ static void byte_tiles_begin(int rows, int inputs);
 static void byte_tiles_end(void);
 #define TILE_ROWS 16
 
+/* A product with int8 weights; tiles: whether its blocks of rows take tiles. */
+struct product_of_bytes {
+    const byte_in *in; /* [rows][inputs] */
+    const float *scales;
+    const char *weight;
+    int rows, inputs, tiles;
+    const struct target *target;
+};
+
+/* A thread's share of it. */
+NOINLINE void multiply_bytes(const struct product_of_bytes *m)
+{
+    const struct target *t = m->target;
+    const int rows = m->rows, inputs = m->inputs, tiles = m->tiles;
+    const int group = group_size(rows, 0), all = (int)(t->outputs + WIDTH - 1) / WIDTH;
+    const int groups = (all + group - 1) / group;
+    /* One panel after the other is one long stream, which the processor reads ahead by itself, as it does
+     * all streams of one row. */
+    const int lines = BYTE_PANELS(1) == 1 || (W == 16 && rows == 1) ? INT32_MAX : inputs / 4;
+    const size_t panel = sizeof(struct byte_panel) + (size_t)inputs * WIDTH;
+    const int most = tiles ? TILE_ROWS : BYTE_ROWS;
+    const int blocks = (rows + most - 1) / most, count = rows < most ? rows : most;
+    if (tiles)
+        byte_tiles_begin(count, inputs);
+#pragma omp for schedule(static)
+    for (int g = 0; g < groups; g++) {
+        const int p = g * group, panels = all - p < group ? all - p : group;
+        const char *w = m->weight + p * panel;
+        for (int b = 0; b < blocks; b++) {
+            /* The last block of tiles repeats rows of the one before: tiles keep their shape. */
+            const int r = !tiles ? rows * b / blocks : b + 1 == blocks ? rows - count : b * most;
+            const byte_in *from = m->in + (size_t)r * inputs;
+            if (tiles)
+                byte_tiles(from, inputs, w, panel, m->scales + r, t, r, p * WIDTH, count, panels);
+            else
+                byte_rows(from, inputs, w, panel, m->scales + r, t, r, p * WIDTH, group * panel,
+                          fetch_turn(b, rows, lines, BYTE_PANELS(4) == 4), blocks,
+                          rows * (b + 1) / blocks - r, panels);
+        }
+    }
+    if (tiles)
+        byte_tiles_end();
+}
+
 /* The product; tiles: whether many rows take tiles. Returns non-zero if memory runs out. */
 static int byte_product(const void *x, const char *weight, int rows, int k, int threads, int share,
                         int tiles, const struct target *t)
 {
     const int inputs = (k + 3) / 4 * 4;
-    const int group = group_size(rows, 0), all = (int)(t->outputs + WIDTH - 1) / WIDTH;
-    const int groups = (all + group - 1) / group;
-    /* One panel after the other is one long stream, which the processor reads ahead by itself. */
-    const int lines = BYTE_PANELS(1) == 1 ? INT32_MAX : inputs / 4;
-    const size_t panel = sizeof(struct byte_panel) + (size_t)inputs * WIDTH;
     const size_t bytes = rows * (sizeof(float) + (size_t)inputs * sizeof(byte_in));
-    tiles = tiles && rows > BYTE_ROWS;
-    const int most = tiles ? TILE_ROWS : BYTE_ROWS;
     float *scales = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
     if (!scales)
         return 1;
     byte_in *in = (byte_in *)(scales + rows);
     for (int r = 0; r < rows; r++)
         to_bytes(x, (size_t)r * k, in + (size_t)r * inputs, scales + r, k, inputs, t->narrow);
-#pragma omp parallel num_threads(threads) if (share)
-    {
-        if (tiles)
-            byte_tiles_begin(rows < most ? rows : most, inputs);
-#pragma omp for schedule(static)
-        for (int g = 0; g < groups; g++) {
-            const int p = g * group, panels = all - p < group ? all - p : group;
-            const char *w = weight + p * panel;
-            const int blocks = (rows + most - 1) / most;
-            for (int b = 0; b < blocks; b++) {
-                /* The last block of tiles repeats rows of the one before: tiles keep their shape. */
-                const int last = b + 1 == blocks, count = rows < most ? rows : most;
-                const int r = !tiles ? rows * b / blocks : last ? rows - count : b * most;
-                const byte_in *from = in + (size_t)r * inputs;
-                if (tiles)
-                    byte_tiles(from, inputs, w, panel, scales + r, t, r, p * WIDTH, count, panels);
-                else
-                    byte_rows(from, inputs, w, panel, scales + r, t, r, p * WIDTH, group * panel,
-                              fetch_turn(b, rows, lines, BYTE_PANELS(4) == 4), blocks,
-                              rows * (b + 1) / blocks - r, panels);
-            }
-        }
-        if (tiles)
-            byte_tiles_end();
-    }
+    const struct product_of_bytes product = {in, scales, weight, rows, inputs,
+                                             tiles && rows > BYTE_ROWS, t};
+    ON_THREADS(threads, share, multiply_bytes(&product));
     free(scales);
     return 0;
 }

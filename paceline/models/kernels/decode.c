@@ -16,6 +16,7 @@ enum rope { GLOBAL, LOCAL, NO_ROPE };
 #define AHEAD 64 /* slots between the one in use and the one that is asked for */
 #define SUMS 4 /* of a row's weighted values: they hide the latency of additions */
 #define SHARED_NUMBERS (1e4 / SLOWER) /* with more numbers, threads share work done row by row */
+#define EACH_ROW(numbers, call) ON_THREADS(m->threads, (double)count * (numbers) > SHARED_NUMBERS, call)
 /* Vectors of a row's weighted values that stay in registers, for one row and for two. */
 #if W == 16
 #define VALUES_ONE 4

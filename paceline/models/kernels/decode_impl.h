@@ -56,9 +56,9 @@ ALWAYS_INLINE void NAME(join)(ELEM *x, ELEM *delta, struct NAME(joint) joint, in
 
 /* x += delta (when given), out = weight * normalised x (when given). */
 static void NAME(add_rmsnorm)(ELEM *x, ELEM *delta, struct NAME(joint) joint, const ELEM *weight,
-                              ELEM *out, int rows, int dim, float eps, int threads)
+                              ELEM *out, int rows, int dim, float eps)
 {
-#pragma omp parallel for num_threads(threads) if ((double)rows * dim > SHARED_NUMBERS)
+#pragma omp for schedule(static)
     for (int r = 0; r < rows; r++) {
         ELEM *xr = x + (size_t)r * dim;
         if (delta)
@@ -87,8 +87,8 @@ static void NAME(rope_store)(ELEM *qkv, const float *cos_sin, ELEM *keys, ELEM *
                              const ELEM *k_norm)
 {
     const int heads = m->heads, kv_heads = m->kv_heads, dim = m->dim, rotary = m->rotary;
-    const int threads = m->threads, stride = (heads + 2 * kv_heads) * dim;
-#pragma omp parallel for num_threads(threads) if ((double)rows->count * stride > SHARED_NUMBERS)
+    const int stride = (heads + 2 * kv_heads) * dim;
+#pragma omp for schedule(static)
     for (int r = 0; r < rows->count; r++) {
         ELEM *row = qkv + (size_t)r * stride;
         const float *cosine = cos_sin ? cos_sin + (size_t)rows->positions[r] * rotary : NULL;
@@ -113,73 +113,68 @@ static void NAME(rope_store)(ELEM *qkv, const float *cos_sin, ELEM *keys, ELEM *
 
 /* Attention of each row over the last `window` slots of its own context (all of them for window 0): the
  * first prefix_length[r] slots of prefix[r], then path_length[r] slots of path[r]. A row's result depends
- * on this list alone, so it is the same in any batch, tree or chunk. */
-static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values, ELEM *out,
+ * on this list alone, so it is the same in any batch, tree or chunk. Sets *failed if memory runs out. */
+static void NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values, ELEM *out,
                            int heads, int kv_heads, int dim, const struct rows *rows,
                            const int32_t *blocks, int num_blocks, int window, float scale, float cap,
-                           const ELEM *sinks, int threads)
+                           const ELEM *sinks, int *failed)
 {
     const size_t width = (size_t)kv_heads * dim, out_stride = (size_t)heads * dim;
     const size_t stride = (size_t)(heads + 2 * kv_heads) * dim;
     const int group = heads / kv_heads;
-    int failed = 0;
-#pragma omp parallel num_threads(threads) if ((double)rows->count * rows->longest * heads > 1e4 / SLOWER)
-    {
-        const size_t padded = ((size_t)rows->longest + WIDTH - 1) / WIDTH * WIDTH;
-        const int most = rows->count * group < BLOCK_ROWS ? rows->count * group : BLOCK_ROWS;
-        float *scores = aligned_alloc(64, most * padded * (sizeof(float) + sizeof(int32_t)));
-        int32_t *memory = (int32_t *)(scores + most * padded);
-        if (!scores)
-            failed = 1;
+    const size_t padded = ((size_t)rows->longest + WIDTH - 1) / WIDTH * WIDTH;
+    const int most = rows->count * group < BLOCK_ROWS ? rows->count * group : BLOCK_ROWS;
+    float *scores = aligned_alloc(64, most * padded * (sizeof(float) + sizeof(int32_t)));
+    int32_t *memory = (int32_t *)(scores + most * padded);
+    if (!scores)
+        *failed = 1;
 #pragma omp for schedule(dynamic)
-        for (int item = 0; item < num_blocks * kv_heads; item++) {
-            const int block = item / kv_heads, g = item % kv_heads;
-            const int from = blocks[block], count = scores ? blocks[block + 1] - from : 0;
-            const int32_t *contexts[BLOCK_ROWS];
-            int lengths[BLOCK_ROWS], shared[BLOCK_ROWS], last_prefix = 0, last_hidden = 0;
-            const int together = count * group > BLOCK_ROWS ? BLOCK_ROWS / count : group;
-            for (int r = count - 1; r >= 0; r--) {
-                const int prefix = rows->prefix_length[from + r], path = rows->path_length[from + r];
-                const int hidden = window && prefix + path > window ? prefix + path - window : 0;
-                const int skipped = hidden < prefix ? hidden : prefix;
-                contexts[r] = rows->prefix[from + r] + skipped;
-                if (path) { /* two places become one */
-                    int32_t *context = memory + r * padded;
-                    memcpy(context, contexts[r], (prefix - skipped) * sizeof *context);
-                    memcpy(context + prefix - skipped, rows->path[from + r] + (hidden - skipped),
-                           (path - (hidden - skipped)) * sizeof *context);
-                    contexts[r] = context;
-                }
-                lengths[r] = prefix + path - hidden;
-                if (r == count - 1) {
-                    last_prefix = prefix;
-                    last_hidden = hidden;
-                }
-                const int common = prefix < last_prefix ? prefix : last_prefix;
-                shared[r] = hidden == last_hidden ? common - hidden : 0;
+    for (int item = 0; item < num_blocks * kv_heads; item++) {
+        const int block = item / kv_heads, g = item % kv_heads;
+        const int from = blocks[block], count = scores ? blocks[block + 1] - from : 0;
+        const int32_t *contexts[BLOCK_ROWS];
+        int lengths[BLOCK_ROWS], shared[BLOCK_ROWS], last_prefix = 0, last_hidden = 0;
+        const int together = count * group > BLOCK_ROWS ? BLOCK_ROWS / count : group;
+        for (int r = count - 1; r >= 0; r--) {
+            const int prefix = rows->prefix_length[from + r], path = rows->path_length[from + r];
+            const int hidden = window && prefix + path > window ? prefix + path - window : 0;
+            const int skipped = hidden < prefix ? hidden : prefix;
+            contexts[r] = rows->prefix[from + r] + skipped;
+            if (path) { /* two places become one */
+                int32_t *context = memory + r * padded;
+                memcpy(context, contexts[r], (prefix - skipped) * sizeof *context);
+                memcpy(context + prefix - skipped, rows->path[from + r] + (hidden - skipped),
+                       (path - (hidden - skipped)) * sizeof *context);
+                contexts[r] = context;
             }
-            const ELEM *k = keys + g * dim, *v = values + g * dim;
-            const int end = (g + 1) * group;
-            for (int h = g * group; h < end; h += together) {
-                const int num = end - h < together ? end - h : together;
-                const int32_t *contexts_of[BLOCK_ROWS];
-                int lengths_of[BLOCK_ROWS], shared_of[BLOCK_ROWS];
-                float sinks_of[BLOCK_ROWS];
-                for (int i = 0; i < count * num; i++) {
-                    contexts_of[i] = contexts[i / num];
-                    lengths_of[i] = lengths[i / num];
-                    shared_of[i] = shared[i / num];
-                }
-                for (int i = 0; i < num && count; i++)
-                    sinks_of[i] = sinks ? LOAD(sinks[h + i]) : -INFINITY;
-                attend(qkv + from * stride + h * dim, stride, k, v, out + from * out_stride + h * dim,
-                       out_stride, contexts_of, lengths_of, shared_of, padded, count * num, num, width,
-                       scale, cap, sinks_of, scores, h == g * group, sizeof(ELEM) == 2, dim);
+            lengths[r] = prefix + path - hidden;
+            if (r == count - 1) {
+                last_prefix = prefix;
+                last_hidden = hidden;
             }
+            const int common = prefix < last_prefix ? prefix : last_prefix;
+            shared[r] = hidden == last_hidden ? common - hidden : 0;
         }
-        free(scores);
+        const ELEM *k = keys + g * dim, *v = values + g * dim;
+        const int end = (g + 1) * group;
+        for (int h = g * group; h < end; h += together) {
+            const int num = end - h < together ? end - h : together;
+            const int32_t *contexts_of[BLOCK_ROWS];
+            int lengths_of[BLOCK_ROWS], shared_of[BLOCK_ROWS];
+            float sinks_of[BLOCK_ROWS];
+            for (int i = 0; i < count * num; i++) {
+                contexts_of[i] = contexts[i / num];
+                lengths_of[i] = lengths[i / num];
+                shared_of[i] = shared[i / num];
+            }
+            for (int i = 0; i < num && count; i++)
+                sinks_of[i] = sinks ? LOAD(sinks[h + i]) : -INFINITY;
+            attend(qkv + from * stride + h * dim, stride, k, v, out + from * out_stride + h * dim,
+                   out_stride, contexts_of, lengths_of, shared_of, padded, count * num, num, width,
+                   scale, cap, sinks_of, scores, h == g * group, sizeof(ELEM) == 2, dim);
+        }
     }
-    return failed;
+    free(scores);
 }
 
 /* out = activation(gate) * up of one row, from the fused [2 * dim] projection. All activations are
@@ -207,7 +202,7 @@ ALWAYS_INLINE void NAME(activate_row)(const struct model *m, const ELEM *gate, c
 /* The same for rows. */
 static void NAME(activate)(const struct model *m, const ELEM *gate_up, ELEM *out, int rows, int dim)
 {
-#pragma omp parallel for num_threads(m->threads) if ((double)rows * dim > SHARED_NUMBERS)
+#pragma omp for schedule(static)
     for (int r = 0; r < rows; r++) {
         const ELEM *gate = gate_up + (size_t)r * 2 * dim, *up = gate + dim;
         ELEM *o = out + (size_t)r * dim;
@@ -283,7 +278,7 @@ static int NAME(mix)(const struct model *m, const struct experts *e, const ELEM 
         failed = NAME(linear)(in, e->gate_up[i].packed, (int)e->gate_up[i].packing,
                               e->gate_up_bias ? e->gate_up_bias[i] : NULL, gate_up, count, m->hidden,
                               2 * e->size, m->threads);
-        NAME(activate)(m, gate_up, inner, count, e->size);
+        EACH_ROW(e->size, NAME(activate)(m, gate_up, inner, count, e->size));
         failed |= NAME(linear)(inner, e->down[i].packed, (int)e->down[i].packing,
                                e->down_bias ? e->down_bias[i] : NULL, result, count, e->size, m->hidden,
                                m->threads);
@@ -381,22 +376,23 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
     for (int i = first; i < last && !failed; i++) {
         const struct layer *l = layers + i;
         ELEM *k = keys + i * layer_size, *v = values + i * layer_size;
-        NAME(add_rmsnorm)(x, pending, joint, l->input_norm, normed, count, m->hidden, m->eps, m->threads);
+        EACH_ROW(m->hidden, NAME(add_rmsnorm)(x, pending, joint, l->input_norm, normed, count, m->hidden, m->eps));
         if (states && i > first)
             memcpy(states + (i - first - 1) * state_size, x, state_size * sizeof(ELEM));
         failed = MULTIPLY(l->input_norm ? normed : x, qkv, qkv, m->hidden, qkv_width);
-        NAME(rope_store)(qkv, tables[l->rope], k, v, m, rows, l->q_norm, l->k_norm);
-        failed |= NAME(attention)(qkv, k, v, attended, m->heads, m->kv_heads, m->dim, rows, blocks,
-                                  num_blocks, l->window, m->scale, m->attention_cap, l->sinks, m->threads);
+        EACH_ROW(qkv_width, NAME(rope_store)(qkv, tables[l->rope], k, v, m, rows, l->q_norm, l->k_norm));
+        ON_THREADS(m->threads, (double)count * rows->longest * m->heads > 1e4 / SLOWER,
+                   NAME(attention)(qkv, k, v, attended, m->heads, m->kv_heads, m->dim, rows, blocks, num_blocks,
+                                   l->window, m->scale, m->attention_cap, l->sinks, &failed));
         failed |= MULTIPLY(attended, out, delta, attended_width, m->hidden);
         joint.norm = l->attention_norm;
-        NAME(add_rmsnorm)(x, delta, joint, l->post_norm, normed, count, m->hidden, m->eps, m->threads);
+        EACH_ROW(m->hidden, NAME(add_rmsnorm)(x, delta, joint, l->post_norm, normed, count, m->hidden, m->eps));
         const ELEM *in = l->post_norm ? normed : x;
         if (l->experts) {
             failed |= NAME(mix)(m, l->experts, in, delta, count);
         } else {
             failed |= MULTIPLY(in, gate_up, gate_up, m->hidden, 2 * m->ffn);
-            NAME(activate)(m, gate_up, inner, count, m->ffn);
+            EACH_ROW(m->ffn, NAME(activate)(m, gate_up, inner, count, m->ffn));
             failed |= MULTIPLY(inner, down, delta, m->ffn, m->hidden);
         }
         joint.norm = l->mlp_norm;
@@ -515,7 +511,7 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
             for (int r = 0; r < count; r++)
                 memmove(x + r * hidden, x + ends[r] * hidden, bytes);
         if (final_norm)
-            NAME(add_rmsnorm)(x, NULL, none, final_norm, normed, count, m->hidden, m->eps, 1);
+            NAME(add_rmsnorm)(x, NULL, none, final_norm, normed, count, m->hidden, m->eps);
         failed |= NAME(linear)(final_norm ? normed : x, head->packed, (int)head->packing, NULL, logits,
                                count, m->hidden, vocab, m->threads);
         NAME(finish_logits)(m, logits, (size_t)count * vocab);
@@ -542,7 +538,7 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
 EXPORT void NAME(rmsnorm)(const ELEM *x, const ELEM *weight, ELEM *out, int rows, int dim, float eps)
 {
     const struct NAME(joint) none = {NULL, 1.0f, eps};
-    NAME(add_rmsnorm)((ELEM *)x, NULL, none, weight, out, rows, dim, eps, 1);
+    NAME(add_rmsnorm)((ELEM *)x, NULL, none, weight, out, rows, dim, eps);
 }
 
 #undef READ

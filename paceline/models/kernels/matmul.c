@@ -93,6 +93,52 @@ EXPORT int has_dots(void)
     return !HAS_DOTS ? 0 : W == 16 ? 1 : 2;
 }
 
+/* A product with weights in panels of floats. */
+struct product_of_floats {
+    const void *x;
+    float *wide; /* bfloat16 inputs as float32, or NULL */
+    const char *weight;
+    int packing, rows, k;
+    const struct target *target;
+};
+
+/* A thread's share of it. */
+NOINLINE void multiply_floats(const struct product_of_floats *m)
+{
+    _Alignas(64) float sums[SPAN * GROUP * WIDTH];
+    const struct target *t = m->target;
+    const int pairs = m->packing != FLOATS, dots = m->packing == DOTS, rows = m->rows, k = m->k;
+    const int steps = pairs ? k / 2 : k, all = (int)(t->outputs + WIDTH - 1) / WIDTH;
+    const int group = group_size(rows, m->packing == HALVES), groups = (all + group - 1) / group;
+    const size_t panel = (size_t)steps * LINE, stride = dots ? k / 2 : k;
+    const float *in = m->wide ? m->wide : m->x;
+    if (m->wide) {
+#pragma omp for schedule(static)
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < k; i++)
+                m->wide[(size_t)r * k + i] = bf16_load(((const uint16_t *)m->x)[(size_t)r * k + i]);
+    }
+#pragma omp for schedule(static)
+    for (int g = 0; g < groups; g++) {
+        const int p = g * group, panels = all - p < group ? all - p : group;
+        const char *w = m->weight + p * panel;
+        for (int r = 0; r < rows; r += SPAN) {
+            const int count = rows - r < SPAN ? rows - r : SPAN;
+            const char *after = r + SPAN < rows ? w : w + panels * panel;
+            const float *from = in + r * stride;
+            if (!pairs)
+                group_floats(from, stride, w, panel, after, sums, count, steps, panels);
+#if HAS_DOTS
+            else if (dots)
+                group_dots(from, stride, w, panel, after, sums, count, steps, panels);
+#endif
+            else
+                group_halves(from, stride, w, panel, after, sums, count, steps, panels);
+            put_group(t, r, p * WIDTH, sums, count, panels);
+        }
+    }
+}
+
 static int linear(const void *x, const void *packed, int packing, int rows, int k, int threads,
                   const struct target *t)
 {
@@ -107,47 +153,14 @@ static int linear(const void *x, const void *packed, int packing, int rows, int 
         return quant_product(x, packed, packing, rows, k, threads, share, t);
     if (packing >= BYTES)
         return byte_product(x, packed, rows, k, threads, share, packing == TILE_BYTES, t);
-    const int pairs = packing != FLOATS, dots = packing == DOTS;
-    const int steps = pairs ? k / 2 : k;
-    const int group = group_size(rows, packing == HALVES), all = (int)(t->outputs + WIDTH - 1) / WIDTH;
-    const int groups = (all + group - 1) / group;
-    const size_t panel = (size_t)steps * LINE, stride = dots ? k / 2 : k;
     float *wide = NULL;
-    if (t->narrow && !dots) {
+    if (t->narrow && packing != DOTS) {
         wide = aligned_alloc(64, (rows * (size_t)k * sizeof *wide + 127) & ~(size_t)63);
         if (!wide)
             return 1;
     }
-    const float *in = wide ? wide : x;
-#pragma omp parallel num_threads(threads) if (share)
-    {
-        _Alignas(64) float sums[SPAN * GROUP * WIDTH];
-        if (wide) {
-#pragma omp for schedule(static)
-            for (int r = 0; r < rows; r++)
-                for (int i = 0; i < k; i++)
-                    wide[(size_t)r * k + i] = bf16_load(((const uint16_t *)x)[(size_t)r * k + i]);
-        }
-#pragma omp for schedule(static)
-        for (int g = 0; g < groups; g++) {
-            const int p = g * group, panels = all - p < group ? all - p : group;
-            const char *w = (const char *)packed + p * panel;
-            for (int r = 0; r < rows; r += SPAN) {
-                const int count = rows - r < SPAN ? rows - r : SPAN;
-                const char *after = r + SPAN < rows ? w : w + panels * panel;
-                const float *from = in + r * stride;
-                if (!pairs)
-                    group_floats(from, stride, w, panel, after, sums, count, steps, panels);
-#if HAS_DOTS
-                else if (dots)
-                    group_dots(from, stride, w, panel, after, sums, count, steps, panels);
-#endif
-                else
-                    group_halves(from, stride, w, panel, after, sums, count, steps, panels);
-                put_group(t, r, p * WIDTH, sums, count, panels);
-            }
-        }
-    }
+    const struct product_of_floats product = {x, wide, packed, packing, rows, k, t};
+    ON_THREADS(threads, share, multiply_floats(&product));
     free(wide);
     return 0;
 }

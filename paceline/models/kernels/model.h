@@ -2,6 +2,19 @@
 
 #include <stdint.h>
 
+/* Calls a function whose loops threads share ("omp for"): on several threads, or at once where work is small.
+ * To begin a parallel region takes 0.4 us even with one thread, as long as a product of 10,000 weights. */
+#define PRAGMA(text) _Pragma(#text)
+#define ON_THREADS(threads, share, call)                                                          \
+    do {                                                                                          \
+        if ((share) && (threads) > 1) {                                                           \
+            PRAGMA(omp parallel num_threads(threads))                                             \
+            call;                                                                                 \
+        } else {                                                                                  \
+            call;                                                                                 \
+        }                                                                                         \
+    } while (0)
+
 /* Layouts of weights, as in packing.py. HALVES and DOTS are alike in memory; DOTS are for bfloat16 inputs.
  * quants.c describes those from NIBBLES on. */
 enum packing { FLOATS, HALVES, DOTS, TILES, BYTES, TILE_BYTES, NIBBLES, OCTETS, WIDE_NIBBLES, WIDE_OCTETS };

@@ -57,9 +57,11 @@ ALWAYS_INLINE void NAME(block)(const X *x, size_t stride, const char *weight, si
         break;
 
 static void NAME(rows)(const X *x, size_t stride, const char *weight, size_t panel, const char *next,
-                       float *sums, int from, int to, int turn, int turns, int rows, int panels)
+                       float *sums, int from, int to, int turn, int turns, int rows, int panels, int alone)
 {
     int p = 0;
+    for (; alone && p < panels; p++)
+        BLOCK(1, 1);
     switch (rows) {
         CASE(1)
 #if MAX_ROWS > 1
@@ -92,7 +94,8 @@ void NAME(group)(const X *x, size_t stride, const char *weight, size_t panel, co
             /* Blocks of even size: 7 rows as 4 + 3 cost less than as 6 + 1. */
             const int r = rows * b / blocks, end = rows * (b + 1) / blocks;
             NAME(rows)(x + r * stride, stride, weight, panel, next, sums + r * GROUP * WIDTH, from, to,
-                       fetch_turn(b, rows, steps, W == 16 && SUBSTEPS == 1), blocks, end - r, panels);
+                       fetch_turn(b, rows, steps, W == 16 && SUBSTEPS == 1), blocks, end - r, panels,
+                       one_by_one(rows, steps));
         }
     }
 }

@@ -409,36 +409,51 @@ QUANT_PANEL(octet, OCTET_KIND)
 QUANT_PANEL(wide_nibble, WIDE_NIBBLE_KIND)
 QUANT_PANEL(wide_octet, WIDE_OCTET_KIND)
 
-/* The product; k is a multiple of 32. Returns non-zero if memory runs out. */
-int quant_product(const void *x, const char *weight, int packing, int rows, int k, int threads, int share,
-                  const struct target *t)
+/* A product with weights in blocks of integers. */
+struct product_of_quants {
+    const void *x;
+    struct quant_inputs *in; /* [rows][k / QUANT_INPUTS] */
+    const char *weight;
+    int packing, rows, k;
+    const struct target *target;
+};
+
+/* A thread's share of it. */
+NOINLINE void multiply_quants(const struct product_of_quants *m)
 {
-    const int panels = (int)(t->outputs + WIDTH - 1) / WIDTH, inputs = k / QUANT_INPUTS;
+    const struct target *t = m->target;
+    const int packing = m->packing, rows = m->rows, k = m->k;
+    const int panels = (int)(t->outputs + WIDTH - 1) / WIDTH;
     const int most = packing <= OCTETS ? QUANT_ROWS : QUANT_MOST(WIDE_OCTET_KIND);
     const int blocks = (rows + most - 1) / most;
     const int bits = packing == OCTETS || packing == WIDE_OCTETS ? 8 : 4;
     const int together = QUANT_PANELS(rows / blocks, bits);
-    struct quant_inputs *in = aligned_alloc(64, (size_t)rows * inputs * sizeof *in);
+#pragma omp for schedule(static)
+    for (int r = 0; r < rows; r++)
+        quant_round(m->x, (size_t)r * k, m->in + (size_t)r * (k / QUANT_INPUTS), k, t->narrow);
+#pragma omp for schedule(static)
+    for (int p = 0; p < panels; p += together) {
+        const int count = panels - p < together ? panels - p : together;
+        if (packing == NIBBLES)
+            nibble_panels(m->in, k, m->weight, p, count, t, rows);
+        else if (packing == OCTETS)
+            octet_panels(m->in, k, m->weight, p, count, t, rows);
+        else if (packing == WIDE_NIBBLES)
+            wide_nibble_panels(m->in, k, m->weight, p, count, t, rows);
+        else
+            wide_octet_panels(m->in, k, m->weight, p, count, t, rows);
+    }
+}
+
+/* The product; k is a multiple of 32. Returns non-zero if memory runs out. */
+int quant_product(const void *x, const char *weight, int packing, int rows, int k, int threads, int share,
+                  const struct target *t)
+{
+    struct quant_inputs *in = aligned_alloc(64, (size_t)rows * (k / QUANT_INPUTS) * sizeof *in);
     if (!in)
         return 1;
-#pragma omp parallel num_threads(threads) if (share)
-    {
-#pragma omp for schedule(static)
-        for (int r = 0; r < rows; r++)
-            quant_round(x, (size_t)r * k, in + (size_t)r * inputs, k, t->narrow);
-#pragma omp for schedule(static)
-        for (int p = 0; p < panels; p += together) {
-            const int count = panels - p < together ? panels - p : together;
-            if (packing == NIBBLES)
-                nibble_panels(in, k, weight, p, count, t, rows);
-            else if (packing == OCTETS)
-                octet_panels(in, k, weight, p, count, t, rows);
-            else if (packing == WIDE_NIBBLES)
-                wide_nibble_panels(in, k, weight, p, count, t, rows);
-            else
-                wide_octet_panels(in, k, weight, p, count, t, rows);
-        }
-    }
+    const struct product_of_quants product = {x, in, weight, packing, rows, k, t};
+    ON_THREADS(threads, share, multiply_quants(&product));
     free(in);
     return 0;
 }

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #define EXPORT __attribute__((visibility("default")))
+#define NOINLINE static __attribute__((noinline))
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define WIDTH 16 /* floats in a vec */
 #define UNROLL _Pragma("GCC unroll 16")

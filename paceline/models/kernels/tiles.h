@@ -130,63 +130,78 @@ static void pieces_bf16(const uint16_t *x, uint16_t *out, int k, int inputs)
         tile_block(in, piece, 3, w, to, width, inputs, n);                                        \
     break
 
-/* The product. Returns non-zero if memory runs out. */
-static int tiled(const void *x, const uint32_t *weight, int rows, int k, int threads, int share,
-                 const struct target *t)
+/* A product with tiles. pieces: [num_pieces][rows][inputs], of x; to be filled unless they are x itself. */
+struct product_of_tiles {
+    const void *x;
+    uint16_t *memory;
+    const uint16_t *pieces;
+    const uint32_t *weight;
+    int rows, k, inputs;
+    const struct target *target;
+};
+
+/* A thread's share of it. */
+NOINLINE void multiply_tiles(const struct product_of_tiles *m)
 {
-    const int inputs = (k + TILE_STEPS - 1) / TILE_STEPS * TILE_STEPS, num_pieces = t->narrow ? 1 : 3;
+    _Alignas(64) float sums[TILE_ROWS * GROUP * WIDTH];
+    const struct target *t = m->target;
+    const int rows = m->rows, k = m->k, inputs = m->inputs;
     const int all = (int)(t->outputs + WIDTH - 1) / WIDTH;
     const int groups = (all + TILE_PANELS - 1) / TILE_PANELS;
     const size_t panel = (size_t)inputs * (WIDTH / 2), piece = (size_t)rows * inputs;
     const int count = rows < TILE_ROWS ? rows : TILE_ROWS;
     const int spans = rows < TILE_SPAN ? 1 : rows / TILE_SPAN; /* the last one takes what is left over */
-    const uint16_t *pieces = x;
+    configure_tiles(count);
+    if (m->memory) {
+#pragma omp for schedule(static)
+        for (int r = 0; r < rows; r++) {
+            uint16_t *to = m->memory + (size_t)r * inputs;
+            if (t->narrow)
+                pieces_bf16((const uint16_t *)m->x + (size_t)r * k, to, k, inputs);
+            else
+                pieces_f32((const float *)m->x + (size_t)r * k, to, piece, k, inputs);
+        }
+    }
+#pragma omp for schedule(static)
+    for (int item = 0; item < groups * spans; item++) {
+        const int span = item / groups, p = item % groups * TILE_PANELS, first = p * WIDTH;
+        const int end = span + 1 < spans ? (span + 1) * TILE_SPAN : rows;
+        const int panels = all - p < TILE_PANELS ? all - p : TILE_PANELS;
+        const int straight = !t->narrow && !t->bias && first + panels * WIDTH <= (int)t->outputs;
+        const uint32_t *w = m->weight + p * panel;
+        for (int block = span * TILE_SPAN; block < end; block += TILE_ROWS) {
+            /* The last block repeats rows of the one before: tiles keep their shape. */
+            const int r = block + TILE_ROWS <= rows ? block : rows - count;
+            const uint16_t *in = m->pieces + (size_t)r * inputs;
+            float *to = straight ? (float *)t->out + r * t->outputs + first : sums;
+            const size_t width = straight ? t->outputs : GROUP * WIDTH;
+            switch (panels) {
+            case 1: BLOCK(1);
+            case 2: BLOCK(2);
+            case 3: BLOCK(3);
+            default: BLOCK(4);
+            }
+            if (!straight)
+                put_group(t, r, first, sums, count, panels);
+        }
+    }
+    _tile_release();
+}
+
+/* The product. Returns non-zero if memory runs out. */
+static int tiled(const void *x, const uint32_t *weight, int rows, int k, int threads, int share,
+                 const struct target *t)
+{
+    const int inputs = (k + TILE_STEPS - 1) / TILE_STEPS * TILE_STEPS, num_pieces = t->narrow ? 1 : 3;
     uint16_t *memory = NULL;
     if (num_pieces > 1 || inputs != k) {
-        const size_t bytes = num_pieces * piece * sizeof *memory;
-        pieces = memory = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
+        const size_t bytes = (size_t)num_pieces * rows * inputs * sizeof *memory;
+        memory = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
         if (!memory)
             return 1;
     }
-#pragma omp parallel num_threads(threads) if (share)
-    {
-        _Alignas(64) float sums[TILE_ROWS * GROUP * WIDTH];
-        configure_tiles(count);
-        if (memory) {
-#pragma omp for schedule(static)
-            for (int r = 0; r < rows; r++) {
-                uint16_t *to = memory + (size_t)r * inputs;
-                if (t->narrow)
-                    pieces_bf16((const uint16_t *)x + (size_t)r * k, to, k, inputs);
-                else
-                    pieces_f32((const float *)x + (size_t)r * k, to, piece, k, inputs);
-            }
-        }
-#pragma omp for schedule(static)
-        for (int item = 0; item < groups * spans; item++) {
-            const int span = item / groups, p = item % groups * TILE_PANELS, first = p * WIDTH;
-            const int end = span + 1 < spans ? (span + 1) * TILE_SPAN : rows;
-            const int panels = all - p < TILE_PANELS ? all - p : TILE_PANELS;
-            const int straight = !t->narrow && !t->bias && first + panels * WIDTH <= (int)t->outputs;
-            const uint32_t *w = weight + p * panel;
-            for (int block = span * TILE_SPAN; block < end; block += TILE_ROWS) {
-                /* The last block repeats rows of the one before: tiles keep their shape. */
-                const int r = block + TILE_ROWS <= rows ? block : rows - count;
-                const uint16_t *in = pieces + (size_t)r * inputs;
-                float *to = straight ? (float *)t->out + r * t->outputs + first : sums;
-                const size_t width = straight ? t->outputs : GROUP * WIDTH;
-                switch (panels) {
-                case 1: BLOCK(1);
-                case 2: BLOCK(2);
-                case 3: BLOCK(3);
-                default: BLOCK(4);
-                }
-                if (!straight)
-                    put_group(t, r, first, sums, count, panels);
-            }
-        }
-        _tile_release();
-    }
+    const struct product_of_tiles product = {x, memory, memory ? memory : x, weight, rows, k, inputs, t};
+    ON_THREADS(threads, share, multiply_tiles(&product));
     free(memory);
     return 0;
 }

@@ -10,7 +10,6 @@
 #include "simd.h"
 
 #define MAX_HEAD_DIM 256
-enum rope { GLOBAL, LOCAL, NO_ROPE };
 #define BLOCK_ROWS 16 /* rows of a sequence, times heads, for which attention reads keys and values once */
 #define SHARED_FLOATS 2048 /* of keys or values that all rows of a block take before the next ones */
 #define AHEAD 64 /* slots between the one in use and the one that is asked for */
@@ -245,6 +244,16 @@ static void attend(const void *query, size_t stride, const void *keys, const voi
 #endif
         ATTEND(dim);
 #undef ATTEND
+}
+
+/* How many of the first slots of a context, the last of which is the row's own, a window hides. */
+static inline int hidden_by(int window, int chunked, int length)
+{
+    if (!window)
+        return 0;
+    if (chunked)
+        return (length - 1) / window * window;
+    return length > window ? length - window : 0;
 }
 
 #define JOIN_(a, b) a##_##b

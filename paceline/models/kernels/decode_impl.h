@@ -11,7 +11,7 @@ ALWAYS_INLINE vec NAME(rounded)(vec v)
     return READ(all, 0, WIDTH);
 }
 
-/* out = weight * normalised x; out may be x. */
+/* out = weight * normalised x; out may be x. weight: NULL for ones. */
 ALWAYS_INLINE void NAME(normalise)(const ELEM *x, const ELEM *weight, ELEM *out, int dim, float eps)
 {
     vec squares = set_(0.0f);
@@ -22,7 +22,7 @@ ALWAYS_INLINE void NAME(normalise)(const ELEM *x, const ELEM *weight, ELEM *out,
     const vec scale = set_(1.0f / sqrtf(sum_of(squares) / dim + eps));
     for (int i = 0; i < dim; i += WIDTH) {
         const vec v = NAME(rounded)(mul_(READ(x, i, dim - i), scale));
-        WRITE(out, i, mul_(READ(weight, i, dim - i), v), dim - i);
+        WRITE(out, i, weight ? mul_(READ(weight, i, dim - i), v) : v, dim - i);
     }
 }
 
@@ -103,6 +103,10 @@ static void NAME(rope_store)(ELEM *qkv, const float *cos_sin, ELEM *keys, ELEM *
                 NAME(normalise)(x, norm, x, dim, m->eps);
             if (cosine)
                 NAME(rotate)(x, cosine, cosine + rotary / 2, rotary / 2);
+            else if (m->temperatures && h < heads)
+                NAME(multiply_by)(x, m->temperatures[rows->positions[r]], dim);
+            if (cosine && m->turned_norms)
+                NAME(normalise)(x, NULL, x, dim, m->eps);
         }
         const size_t width = (size_t)kv_heads * dim;
         memcpy(keys + rows->slots[r] * width, row + heads * dim, width * sizeof(ELEM));
@@ -111,13 +115,13 @@ static void NAME(rope_store)(ELEM *qkv, const float *cos_sin, ELEM *keys, ELEM *
     }
 }
 
-/* Attention of each row over the last `window` slots of its own context (all of them for window 0): the
- * first prefix_length[r] slots of prefix[r], then path_length[r] slots of path[r]. A row's result depends
+/* Attention of each row over the slots of its own context that the window leaves (all of them for window 0):
+ * the first prefix_length[r] slots of prefix[r], then path_length[r] slots of path[r]. A row's result depends
  * on this list alone, so it is the same in any batch, tree or chunk. */
 static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values, ELEM *out,
                            int heads, int kv_heads, int dim, const struct rows *rows,
-                           const int32_t *blocks, int num_blocks, int window, float scale, float cap,
-                           const ELEM *sinks, int threads)
+                           const int32_t *blocks, int num_blocks, int window, int chunked, float scale,
+                           float cap, const ELEM *sinks, int threads)
 {
     const size_t width = (size_t)kv_heads * dim, out_stride = (size_t)heads * dim;
     const size_t stride = (size_t)(heads + 2 * kv_heads) * dim;
@@ -140,7 +144,7 @@ static int NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values
             const int together = count * group > BLOCK_ROWS ? BLOCK_ROWS / count : group;
             for (int r = count - 1; r >= 0; r--) {
                 const int prefix = rows->prefix_length[from + r], path = rows->path_length[from + r];
-                const int hidden = window && prefix + path > window ? prefix + path - window : 0;
+                const int hidden = hidden_by(window, chunked, prefix + path);
                 const int skipped = hidden < prefix ? hidden : prefix;
                 contexts[r] = rows->prefix[from + r] + skipped;
                 if (path) { /* two places become one */
@@ -219,17 +223,17 @@ static void NAME(activate)(const struct model *m, const ELEM *gate_up, ELEM *out
     }
 }
 
-/* One row's experts, best first, and their shares: the softmax of all scores. scores: [count], changed. */
-static void NAME(choose)(const struct experts *e, const ELEM *router, float *scores, int32_t *chosen,
-                         float *shares)
+/* One row's experts, best first, and their shares: the softmax of all scores, or the sigmoid of each.
+ * scores: [count], changed. */
+static void NAME(choose)(const struct experts *e, int sigmoid, const ELEM *router, float *scores,
+                         int32_t *chosen, float *shares)
 {
-    float top = -INFINITY, total = 0.0f;
+    float top = -INFINITY, total = 0.0f, one[W];
     for (int i = 0; i < e->count; i++) {
         scores[i] = LOAD(router[i]);
         top = scores[i] > top ? scores[i] : top;
     }
-    for (int i = 0; i < e->count; i++) {
-        float one[W];
+    for (int i = 0; i < e->count && !sigmoid; i++) {
         nat_store(one, nat_exp(nat_set(scores[i] - top)));
         scores[i] = one[0];
         total += scores[i];
@@ -241,8 +245,10 @@ static void NAME(choose)(const struct experts *e, const ELEM *router, float *sco
             if (scores[i] > scores[best])
                 best = i;
         chosen[k] = best;
-        shares[k] = scores[best] / total;
-        scores[best] = -1.0f;
+        if (sigmoid)
+            nat_store(one, nat_exp(nat_set(-scores[best])));
+        shares[k] = sigmoid ? 1.0f / (1.0f + one[0]) : scores[best] / total;
+        scores[best] = -INFINITY;
         of_chosen += shares[k];
     }
     for (int k = 0; k < e->top; k++) {
@@ -268,14 +274,25 @@ static int NAME(mix)(const struct model *m, const struct experts *e, const ELEM 
     ELEM *result = in + rows * hidden, *gate_up = result + rows * hidden, *inner = gate_up + 2 * rows * size;
     int failed = NAME(linear)(x, e->router.packed, (int)e->router.packing, e->router_bias, router, rows, m->hidden,
                               e->count, m->threads);
-    memset(out, 0, rows * hidden * sizeof *out);
+    if (e->shared_gate_up.packed) {
+        failed |= NAME(linear)(x, e->shared_gate_up.packed, (int)e->shared_gate_up.packing, NULL, gate_up, rows,
+                               m->hidden, 2 * e->size, m->threads);
+        NAME(activate)(m, gate_up, inner, rows, e->size);
+        failed |= NAME(linear)(inner, e->shared_down.packed, (int)e->shared_down.packing, NULL, out, rows, e->size,
+                               m->hidden, m->threads);
+    } else {
+        memset(out, 0, rows * hidden * sizeof *out);
+    }
     for (int r = 0; r < rows; r++)
-        NAME(choose)(e, router + (size_t)r * e->count, scores, chosen + r * e->top, shares + r * e->top);
+        NAME(choose)(e, m->scaled_inputs, router + (size_t)r * e->count, scores, chosen + r * e->top,
+                     shares + r * e->top);
     for (int i = 0; i < e->count && !failed; i++) {
         int count = 0;
         for (size_t t = 0; t < taken; t++)
             if (chosen[t] == i) {
                 memcpy(in + count * hidden, x + t / e->top * hidden, hidden * sizeof *in);
+                if (m->scaled_inputs)
+                    NAME(multiply_by)(in + count * hidden, shares[t], m->hidden);
                 takes[count++] = (int32_t)t;
             }
         if (!count)
@@ -288,7 +305,8 @@ static int NAME(mix)(const struct model *m, const struct experts *e, const ELEM 
                                e->down_bias ? e->down_bias[i] : NULL, result, count, e->size, m->hidden,
                                m->threads);
         for (int c = 0; c < count; c++) {
-            NAME(multiply_by)(result + c * hidden, shares[takes[c]], m->hidden);
+            if (!m->scaled_inputs)
+                NAME(multiply_by)(result + c * hidden, shares[takes[c]], m->hidden);
             NAME(add_to)(out + takes[c] / e->top * hidden, result + c * hidden, m->hidden);
         }
     }
@@ -387,7 +405,8 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
         failed = MULTIPLY(l->input_norm ? normed : x, qkv, qkv, m->hidden, qkv_width);
         NAME(rope_store)(qkv, tables[l->rope], k, v, m, rows, l->q_norm, l->k_norm);
         failed |= NAME(attention)(qkv, k, v, attended, m->heads, m->kv_heads, m->dim, rows, blocks,
-                                  num_blocks, l->window, m->scale, m->attention_cap, l->sinks, m->threads);
+                                  num_blocks, (int)l->window, m->chunked, m->scale, m->attention_cap,
+                                  l->sinks, m->threads);
         failed |= MULTIPLY(attended, out, delta, attended_width, m->hidden);
         joint.norm = l->attention_norm;
         NAME(add_rmsnorm)(x, delta, joint, l->post_norm, normed, count, m->hidden, m->eps, m->threads);

@@ -48,7 +48,7 @@ def temperature_table(config: LlamaConfig) -> torch.Tensor:
     """
     differs = config.differs
     steps = (np.arange(config.context_length) + 1) // differs.temperature_floor
-    levels = 1.0 + differs.temperature * log64(1.0 + np.arange(int(steps[-1]) + 1))
+    levels = 1.0 + differs.temperature * log64(np.arange(1, steps[-1] + 2, dtype=np.float64))
     return torch.from_numpy(levels.astype(np.float32)[steps])
 
 

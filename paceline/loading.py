@@ -27,7 +27,7 @@ from paceline.memory import give_back
 from paceline.methods import DRAFTERS
 from paceline.model_names import default_drafter, resolve_heads, resolve_model
 from paceline.models import kernels
-from paceline.models.architectures import MODEL_TYPES
+from paceline.models.architectures import MODEL_TYPES, text_config
 from paceline.models.base import ModelRunner
 from paceline.models.gguf import GgufRunner
 from paceline.models.heads import HeadLibrary, heads_folder
@@ -110,7 +110,7 @@ def load_runner(
     if dtype == "auto":
         dtype = _own_dtype(config)
     if general is None:
-        general = config.get("model_type") not in MODEL_TYPES
+        general = text_config(config).get("model_type") not in MODEL_TYPES
     if general:
         refuse_portable(
             numerics, f"a model of type {config.get('model_type')!r} runs in transformers"

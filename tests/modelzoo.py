@@ -93,6 +93,25 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "llama4": (
+        "llama4_text",
+        _LLAMA_SIZES
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_layers": [0, 2, 3],
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": 16,
+            "floor_scale": 8,
+            "attn_scale": 0.4,
+            **_rope("llama3", **_LLAMA3_ROPE),
+        },
+    ),
     "gpt2": (
         "gpt2",
         {
@@ -425,6 +444,7 @@ DIFFERENT_KINDS = (
     "gemma3",
     "qwen3_moe",
     "gpt_oss",
+    "llama4",
 )
 _FAST_PATH_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 FAST_PATH_KINDS = (

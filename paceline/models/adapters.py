@@ -27,7 +27,7 @@ from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.model_names import ADAPTER_NAME
 from paceline.models.layouts import WEIGHT_DTYPES, listed, read_config
 from paceline.models.llama_config import LlamaConfig
-from paceline.models.llama_tensors import linear_names, tensor_shapes
+from paceline.models.llama_tensors import linear_names, tensor_shapes, turned_pairs
 from paceline.models.native_ops import NativeOps
 from paceline.models.ops import AdaptedLayer, Adapter, LowPart, LowRank, Ops
 from paceline.models.packing import Packer, Weight
@@ -46,6 +46,8 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
     "layers_pattern": (None, [], "layers", ["layers"]),
 }
+# Modules that no adapter changes here.
+_REFUSED = r"(^|\.)(embed_tokens|lm_head|experts\.\d+\.\w+|shared_expert\.\w+|router|mlp\.gate)$"
 _READ = {
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
     "exclude_modules", "layers_to_transform",
@@ -198,6 +200,9 @@ def _load(
     _warn_of_base(name, peft, base)
     shapes = tensor_shapes(config)
     pairs = _pairs(name, peft, shapes, tensors)
+    for module, (a, b) in pairs.items():
+        if (order := turned_pairs(config, module, len(b))) is not None:
+            pairs[module] = a, b[order]
     digest = digest_tensors(
         ((f"{module}.{i}", part.to(dtype)) for module, pair in pairs.items() for i, part in
          enumerate(pair)), {},
@@ -265,7 +270,7 @@ def _pairs(
         )  # fmt: skip
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for module in wanted:
-        if re.search(r"(^|\.)(embed_tokens|lm_head|experts\.\d+\.\w+|router|mlp\.gate)$", module):
+        if re.search(_REFUSED, module):
             raise peft.refusal(
                 "target_modules", module, "linear layers of attention and of dense MLPs"
             )

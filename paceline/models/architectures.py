@@ -14,6 +14,7 @@ from typing import Any
 from paceline.errors import InvalidArgument
 from paceline.models.config_values import count_of, flag_of, number_of
 from paceline.models.differences import LLAMA, Differences, Rope, Routing
+from paceline.models.layouts import QUANTIZATION_KEYS
 
 Raw = dict[str, Any]
 USUAL_ROPES = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -30,6 +31,8 @@ class Architecture:
         head_norms: queries and keys are normed.
         slides: whether a layer has the sliding window, if there is one; None: no layer has.
         window_flag: there is one only with ``use_sliding_window``.
+        window_key: the key of its size.
+        window_type: what ``layer_types`` calls a layer that has it.
         layer_types: whether that key may choose other layers than ``slides`` does.
         ropes: names of rotary embeddings.
         rope: which table a layer takes.
@@ -38,6 +41,7 @@ class Architecture:
         reads: keys that change what is computed, and that other types refuse.
         differences: from a config.json with defaults filled in.
         routing: of the experts of a layer; None for a dense layer.
+        dense_size: the key of a dense layer's inner width.
     """
 
     defaults: Raw = field(default_factory=dict)
@@ -47,6 +51,8 @@ class Architecture:
     head_norms: bool = False
     slides: Callable[[Raw, int], bool] | None = None
     window_flag: bool = False
+    window_key: str = "sliding_window"
+    window_type: str = "sliding_attention"
     layer_types: bool = True
     ropes: tuple[str, ...] = USUAL_ROPES
     rope: Callable[[Raw, int, bool], Rope | None] = lambda raw, layer, slides: "global"
@@ -55,6 +61,7 @@ class Architecture:
     reads: frozenset[str] = frozenset()
     differences: Callable[[Raw], Differences] = lambda raw: LLAMA
     routing: Callable[[Raw, int], Routing | None] = lambda raw, layer: None
+    dense_size: str = "intermediate_size"
 
 
 # --- what single types declare --------------------------------------------------------------------
@@ -172,6 +179,46 @@ def _gpt_oss_routing(raw: Raw, layer: int) -> Routing:
     )  # fmt: skip
 
 
+def _llama4(raw: Raw) -> Differences:
+    tuned = flag_of(raw, "attn_temperature_tuning")
+    return Differences(
+        chunked=True,
+        temperature=number_of(raw, "attn_scale", 0.1) if tuned else 0.0,
+        temperature_floor=count_of(raw, "floor_scale", 8192) if tuned else 0,
+        turned_norms=flag_of(raw, "use_qk_norm"),
+        shared_expert=True,
+        scaled_inputs=True,
+        paired_rope=True,
+        gate_first=True,
+        mlp="feed_forward",
+    )
+
+
+def _llama4_has_rope(raw: Raw, layer: int) -> bool:
+    """Llama 4's config.json may say with an empty list that there is none."""
+    return _has_rope(raw | {"no_rope_layers": raw.get("no_rope_layers") or None}, layer)
+
+
+def _llama4_routing(raw: Raw, layer: int) -> Routing | None:
+    """Experts in every ``interleave_moe_layer_step``-th layer, unless a list says where."""
+    chosen = raw.get("moe_layers")
+    if chosen is None:
+        has_experts = (layer + 1) % count_of(raw, "interleave_moe_layer_step") == 0
+    else:
+        if not isinstance(chosen, list) or any(type(i) is not int or i < 0 for i in chosen):
+            raise InvalidArgument("moe_layers", chosen, "a list of layers")
+        has_experts = layer in chosen
+    count, top = count_of(raw, "num_local_experts"), count_of(raw, "num_experts_per_tok")
+    if top > count:
+        raise InvalidArgument("num_experts_per_tok", top, f"at most {count}, the experts there are")
+    if not has_experts:
+        return None
+    return Routing(
+        count=count, top=top, size=count_of(raw, "intermediate_size"), normed=False, stacked=True,
+        router="feed_forward.router",
+    )  # fmt: skip
+
+
 _QWEN_SIZES: Raw = {
     "max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096,
 }  # fmt: skip
@@ -265,7 +312,40 @@ ARCHITECTURES: dict[str, Architecture] = {
         global_rope=_gpt_oss_rope,
         differences=_gpt_oss, routing=_gpt_oss_routing,
     ),
+    "llama4_text": Architecture(
+        defaults={
+            "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128,
+            "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "attention_chunk_size": 8192,
+            "intermediate_size_mlp": 16384, "num_local_experts": 16, "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1, "use_qk_norm": True, "attn_temperature_tuning": True,
+        },
+        slides=_llama4_has_rope,
+        window_key="attention_chunk_size", window_type="chunked_attention",
+        rope=lambda raw, layer, slides: "global" if _llama4_has_rope(raw, layer) else None,
+        reads=frozenset({"attention_chunk_size", "no_rope_layers", "use_qk_norm"}),
+        differences=_llama4, routing=_llama4_routing, dense_size="intermediate_size_mlp",
+    ),
 }  # fmt: skip
 MODEL_TYPES = tuple(ARCHITECTURES)
+TEXT_PARTS = {"llama4": "llama4_text"}
+"""Model types that also see pictures -> the type of their part for text."""
+
+
+def text_config(raw: Raw) -> Raw:
+    """A parsed config.json, or what that of a model that also sees pictures says of its text.
+
+    Raises:
+        InvalidArgument: it should have such a part and does not.
+    """
+    kind = TEXT_PARTS.get(str(raw.get("model_type")))
+    if kind is None:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type", kind) != kind:
+        raise InvalidArgument("text_config", text, f"an object of model_type {kind}")
+    more = {key: raw[key] for key in QUANTIZATION_KEYS if key in raw}
+    return more | text | {"model_type": kind}
+
+
 PLAIN_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Types whose layers are Llama's: biases, norms of heads and windows are all that they choose."""

@@ -33,7 +33,7 @@ _DTYPES = {
 }  # fmt: skip
 
 # Where config.json says how weights are quantised: transformers, older compressed-tensors, MLX.
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
+QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 _UNQUANTIZED = (
     "a checkpoint with float32, bfloat16, float16 or float64 weights, or with 4 bits of GPTQ or "
     "AWQ for a model type of the fast path: take the model's unquantised version, a GGUF file, or "
@@ -76,7 +76,7 @@ def check_quantization(config: dict[str, Any]) -> None:
     """
     text = config.get("text_config")
     for where, values in (("", config), ("text_config.", text if isinstance(text, dict) else {})):
-        for key in _QUANTIZATION_KEYS:
+        for key in QUANTIZATION_KEYS:
             if values.get(key):
                 raise InvalidArgument(where + key, described(values[key]), _UNQUANTIZED)
 

@@ -14,6 +14,7 @@ from paceline.models.architectures import (
     MODEL_TYPES,
     PLAIN_MODEL_TYPES,
     Architecture,
+    text_config,
 )
 from paceline.models.config_values import count_of, flag_of, number_of
 from paceline.models.differences import LLAMA, Differences, Rope, Routing
@@ -38,7 +39,7 @@ class LlamaConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     rope: dict[str, Any]
-    windows: tuple[int | None, ...]  # sliding window of each layer, None = full attention
+    windows: tuple[int | None, ...]  # of each layer, sliding or chunked; None = full attention
     qkv_bias: bool = False  # of the projections of queries, keys and values
     out_bias: bool = False  # of the projection behind attention
     mlp_bias: bool = False
@@ -86,6 +87,7 @@ class LlamaConfig:
                 total += 3 * self.intermediate_size
             else:
                 experts = routing.top if of_token else routing.count
+                experts += self.differs.shared_expert
                 total += routing.count + 3 * routing.size * experts
         return total * self.hidden_size
 
@@ -117,6 +119,7 @@ class LlamaConfig:
             KeyError: it lacks a key.
             InvalidArgument: as :meth:`from_folder`.
         """
+        raw = text_config(raw)
         model_type = raw["model_type"]
         if model_type not in types:
             raise InvalidArgument("model_type", model_type, f"one of {', '.join(types)}")
@@ -142,9 +145,13 @@ class LlamaConfig:
         context = count_of(raw, "max_position_embeddings")
         by_choice = kind.qkv_bias is None and flag_of(raw, "attention_bias")
         windows = _windows(raw, kind, layers, context)
-        local = kind.local_rope(raw)
+        local, differs = kind.local_rope(raw), kind.differences(raw)
         routings = tuple(kind.routing(raw, i) for i in range(layers))
         ropes = tuple(kind.rope(raw, i, window is not None) for i, window in enumerate(windows))
+        stacked = any(routing and routing.stacked for routing in routings)
+        if (stacked or differs.paired_rope) and (form := int4_format(raw)):
+            allowed = f"no 4 bits of GPTQ or AWQ for models of type {model_type}"
+            raise InvalidArgument("quantization_config.quant_method", form.method, allowed)
         rope = _rope(kind.global_rope(raw), kind, context)
         if rope["rope_type"] == "longrope":
             # Longer texts would need other frequencies from their first token on.
@@ -153,7 +160,7 @@ class LlamaConfig:
             model_type=model_type,
             vocab_size=count_of(raw, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=count_of(raw, "intermediate_size"),
+            intermediate_size=count_of(raw, kind.dense_size),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -167,7 +174,7 @@ class LlamaConfig:
             out_bias=by_choice and kind.out_bias is None,
             mlp_bias=kind.mlp_bias and flag_of(raw, "mlp_bias"),
             head_norms=kind.head_norms,
-            differs=kind.differences(raw),
+            differs=differs,
             local_rope=None if local is None else _rope(local, kind, context),
             ropes=ropes if {*ropes} != {"global"} else (),
             routings=routings if any(routings) else (),
@@ -242,13 +249,13 @@ def _rope(raw: dict[str, Any], model: Architecture, context: int) -> dict[str, A
 def _windows(
     raw: dict[str, Any], model: Architecture, layers: int, context: int
 ) -> tuple[int | None, ...]:
-    """The sliding window of each layer; None for one that attends to everything."""
-    model_type, window = raw["model_type"], raw.get("sliding_window")
-    full, sliding = "full_attention", "sliding_attention"
+    """The window of each layer; None for one that attends to everything."""
+    model_type, key = raw["model_type"], model.window_key
+    window, full, sliding = raw.get(key), "full_attention", model.window_type
     if model.window_flag and not flag_of(raw, "use_sliding_window"):
         window = None
     if window is not None:
-        window = count_of(raw, "sliding_window")
+        window = count_of(raw, key)
     if model.slides is None:
         if window is not None and window < context and raw.get("use_sliding_window", True):
             raise InvalidArgument(
@@ -270,6 +277,6 @@ def _windows(
     if kinds != usual and (window is None or not model.layer_types):
         raise InvalidArgument(
             "layer_types", listed(set(kinds)),
-            f"{usual[0]} in all layers, which is what sliding_window says for {model_type}",
+            f"{usual[0]} in all layers, which is what {key} says for {model_type}",
         )  # fmt: skip
     return tuple(window if kind == sliding else None for kind in kinds)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from paceline import gguf_folder
 from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.gguf_folder import GgufTensor
+from paceline.models.architectures import TEXT_PARTS
 from paceline.models.int4 import Int4Tensor, int4_format, int4_tensors
 from paceline.models.layouts import (
     StoredTensor,
@@ -26,10 +28,37 @@ from paceline.models.quants import QUANT_TYPES, Quantised, read_blocks
 from paceline.models.rope import scaled_frequencies
 
 Tensor = torch.Tensor
-FloatTensor = StoredTensor | ExpertTensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReorderedTensor:
+    """A stored tensor whose outputs are in another order.
+
+    Attributes:
+        order: the place in ``stored`` of each output.  # [outputs]
+    """
+
+    stored: StoredTensor
+    order: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    def read(self, rows: slice = slice(None)) -> Tensor:
+        """Some of its outputs."""
+        places = self.order[rows]
+        first = int(places.min())
+        return self.stored.read(slice(first, int(places.max()) + 1))[places - first]
+
+
+FloatTensor = StoredTensor | ExpertTensor | ReorderedTensor
 Stored = FloatTensor | GgufTensor | Int4Tensor
 MTP_PREFIX = "mtp."
 """Of the names of an MTP layer in its target's checkpoint."""
+TEXT_PREFIX = "language_model."
+PICTURE_PREFIXES = ("vision_model.", "multi_modal_projector.")
+"""Of names in the checkpoints of models that also see pictures."""
 
 
 def norm_names(config: LlamaConfig) -> dict[str, str]:
@@ -80,8 +109,10 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 def _mlp_linears(config: LlamaConfig, layer: int) -> dict[str, tuple[int, int, bool]]:
     """Name: outputs, inputs, has a bias."""
-    hidden, routing = config.hidden_size, config.routing_of(layer)
-    parts = ["mlp"] if routing is None else [f"mlp.experts.{e}" for e in range(routing.count)]
+    hidden, routing, mlp = config.hidden_size, config.routing_of(layer), config.differs.mlp
+    parts = [mlp] if routing is None else [f"{mlp}.experts.{e}" for e in range(routing.count)]
+    if routing is not None and config.differs.shared_expert:
+        parts.append(f"{mlp}.shared_expert")
     ffn = config.intermediate_size if routing is None else routing.size
     biased = config.mlp_bias if routing is None else routing.biases
     linears = {} if routing is None else {routing.router: (routing.count, hidden, biased)}
@@ -106,8 +137,9 @@ def linear_names(config: LlamaConfig, layer: int) -> dict[str, list[str]]:
         "qkv": [f"{at}.self_attn.{name}" for name in qkv], "out": [f"{at}.self_attn.o_proj"],
     }  # fmt: skip
     if dense:
-        names["gate_up"] = [f"{at}.mlp.{name}" for name in gate_up]
-        names["down"] = [f"{at}.mlp.down_proj"]
+        mlp = f"{at}.{config.differs.mlp}"
+        names["gate_up"] = [f"{mlp}.{name}" for name in gate_up]
+        names["down"] = [f"{mlp}.down_proj"]
     return names
 
 
@@ -136,6 +168,11 @@ def stored_weights(folder: Path, config: LlamaConfig) -> dict[str, Stored]:
         stored = stored_tensors(folder, ("int32",) if form else ("uint8",) if is_mxfp4 else ())
         # A layer for the token after next is no part of the model: method `mtp` reads it.
         stored = {name: t for name, t in stored.items() if not name.startswith(MTP_PREFIX)}
+        if raw.get("model_type") in TEXT_PARTS:
+            stored = {
+                name.removeprefix(TEXT_PREFIX): tensor for name, tensor in stored.items()
+                if not name.startswith(PICTURE_PREFIXES)
+            }  # fmt: skip
         _drop_copied_head(folder, config, stored)
         _drop_frequencies(folder, config, stored)
         tensors = dict(stored)
@@ -143,12 +180,37 @@ def stored_weights(folder: Path, config: LlamaConfig) -> dict[str, Stored]:
             tensors = dict(int4_tensors(form, stored))
             _drop_zero_biases(config, tensors)
             _check_no_codes(tensors)
-        routings = [each for each in config.routings if each is not None and each.stacked]
-        if routings:
-            tensors = dict(split_experts(routings, config.hidden_size, stored))
+        if any(each is not None and each.stacked for each in config.routings):
+            tensors = dict(
+                split_experts(config.routings, config.hidden_size, config.differs, stored)
+            )
             _check_no_codes(tensors)
+        if config.differs.paired_rope:
+            tensors = {name: _apart(config, name, tensor) for name, tensor in tensors.items()}
     _check_weights(folder, config, tensors)
     return tensors
+
+
+def turned_pairs(config: LlamaConfig, name: str, outputs: int) -> Tensor | None:
+    """The order in which the outputs of queries or keys turn half a head apart, as they do here.
+
+    Args:
+        name: of a linear layer, or of its weight or bias.
+
+    Returns:
+        The place in the checkpoint of each output; None: as they are.  # [outputs]
+    """
+    if not config.differs.paired_rope or not re.search(r"\.[qk]_proj(\.|$)", name):
+        return None
+    return torch.arange(outputs).view(-1, config.head_dim // 2, 2).mT.flatten()
+
+
+def _apart(config: LlamaConfig, name: str, tensor: Stored) -> Stored:
+    order = turned_pairs(config, name, tensor.shape[0])
+    if order is None:
+        return tensor
+    assert isinstance(tensor, StoredTensor)
+    return ReorderedTensor(tensor, order)
 
 
 def _check_weights(folder: Path, config: LlamaConfig, tensors: Mapping[str, Stored]) -> None:

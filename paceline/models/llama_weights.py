@@ -32,7 +32,7 @@ from paceline.models.ops import Experts, Layer, Ops, Stack
 from paceline.models.packed import PackedWeights, identity
 from paceline.models.packing import Packing, Weight
 from paceline.models.quants import QUANT_TYPES, Quantised, concatenate, quantise
-from paceline.models.rope import rope_table
+from paceline.models.rope import rope_table, temperature_table
 from paceline.numerics import InParts, digest_tensors
 
 Tensor = torch.Tensor
@@ -202,6 +202,7 @@ class _Loader:
             if config.local_rope is None
             else self._rope_table(config.local_rope),
             differs=config.differs,
+            temperatures=self._temperatures(),
         )
         final_norm = self._norm("model.norm.weight")
         is_tied = config.tie_word_embeddings
@@ -220,8 +221,13 @@ class _Loader:
     def _rope_table(self, rope: dict[str, Any]) -> Tensor:
         return rope_table(replace(self._config, rope=rope)).to(self._device).contiguous()
 
+    def _temperatures(self) -> Tensor | None:
+        if self._config.differs.temperature == 0.0:
+            return None
+        return temperature_table(self._config).to(self._device)
+
     def _layer(self, i: int) -> Layer:
-        config, at, mlp = self._config, f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        config, at = self._config, f"model.layers.{i}.self_attn"
         normed, routing = config.head_norms, config.routing_of(i)
         linears = linear_names(config, i)
         norms = {
@@ -243,30 +249,37 @@ class _Loader:
             window=config.windows[i],
             rope=config.rope_of(i),
             sinks=self._take(f"{at}.sinks") if config.differs.sinks else None,
-            experts=None if routing is None else self._experts(mlp, routing),
+            experts=None if routing is None else self._experts(f"model.layers.{i}", routing),
         )
 
     def _gate_up(self, mlp: str) -> list[str]:
         fused = self._config.differs.fused
         return [f"{mlp}.gate_up_proj"] if fused else [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
 
-    def _experts(self, mlp: str, routing: Routing) -> Experts:
+    def _experts(self, layer: str, routing: Routing) -> Experts:
+        differs, router = self._config.differs, f"{layer}.{routing.router}"
+        mlp = f"{layer}.{differs.mlp}"
         parts = [f"{mlp}.experts.{e}" for e in range(routing.count)]
-        router = f"{mlp.removesuffix('mlp')}{routing.router}"
         gate_up, down = [self._gate_up(part) for part in parts], [f"{p}.down_proj" for p in parts]
-        biases: dict[str, Any] = {}
+        more: dict[str, Any] = {}
         if routing.biases:
-            biases = {
+            more = {
                 "router_bias": self._bias(router),
                 "gate_up_bias": tuple(self._bias(*names) for names in gate_up),
                 "down_bias": tuple(self._bias(name) for name in down),
+            }
+        if differs.shared_expert:
+            shared = f"{mlp}.shared_expert"
+            more |= {
+                "shared_gate_up": self._fused(*self._gate_up(shared)),
+                "shared_down": self._fused(f"{shared}.down_proj"),
             }
         return Experts(
             routing=routing,
             router=self._fused(router),
             gate_up=tuple(self._fused(*names) for names in gate_up),
             down=tuple(self._fused(name) for name in down),
-            **biases,
+            **more,
         )
 
     def _norm(self, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""gpt-oss's experts: one tensor for all of a layer, in floats or in MXFP4.
+"""Experts in one tensor for all of a layer, as those of gpt-oss and Llama 4, in floats or in MXFP4.
 
 MXFP4 (OCP Microscaling Formats, version 1.0) has codes of 4 bits, two in a byte, the lower half
 first, and for each 32 inputs a power of two. Every weight is a bfloat16 number, so that nothing is
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.errors import InvalidArgument, ModelNotFound
-from paceline.models.differences import Routing
+from paceline.models.differences import Differences, Routing
 from paceline.models.layouts import StoredTensor, described
 
 Tensor = torch.Tensor
@@ -81,11 +81,12 @@ def _floats(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def split_experts(
-    routings: Sequence[Routing], hidden: int, stored: Mapping[str, StoredTensor]
+    routings: Sequence[Routing | None],
+    hidden: int,
+    differs: Differences,
+    stored: Mapping[str, StoredTensor],
 ) -> dict[str, StoredTensor | ExpertTensor]:
     """A checkpoint's tensors, with those of single experts in place of all experts'.
-
-    Gate and up alternate in what is stored.
 
     Args:
         routings: of each layer.
@@ -96,20 +97,26 @@ def split_experts(
     """
     tensors: dict[str, StoredTensor | ExpertTensor] = dict(stored)
     for layer, routing in enumerate(routings):
-        at = f"model.layers.{layer}.mlp.experts"
+        if routing is None:
+            continue
+        at = f"model.layers.{layer}.{differs.mlp}.experts"
         for name, outputs, inputs in (
             ("gate_up_proj", 2 * routing.size, hidden), ("down_proj", hidden, routing.size),
         ):  # fmt: skip
             whole, scales = _matrix(tensors, f"{at}.{name}", routing.count, outputs, inputs)
-            bias = _taken(tensors, f"{at}.{name}_bias", (routing.count, outputs))
-            parts = {"gate_proj": 0, "up_proj": 1} if name == "gate_up_proj" else {name: 0}
-            size, step = outputs // len(parts), len(parts)
+            bias = None
+            if routing.biases:
+                bias = _taken(tensors, f"{at}.{name}_bias", (routing.count, outputs))
+            parts = ["gate_proj", "up_proj"] if name == "gate_up_proj" else [name]
+            size = outputs // len(parts)
+            apart, step = (size, 1) if differs.gate_first else (1, len(parts))
             for e in range(routing.count):
-                for part, first in parts.items():
-                    own = f"{at}.{e}.{part}"
+                for i, part in enumerate(parts):
+                    own, first = f"{at}.{e}.{part}", i * apart
                     shape = size, inputs
                     tensors[f"{own}.weight"] = ExpertTensor(shape, whole, scales, e, first, step)
-                    tensors[f"{own}.bias"] = ExpertTensor((size,), bias, None, e, first, step)
+                    if bias is not None:
+                        tensors[f"{own}.bias"] = ExpertTensor((size,), bias, None, e, first, step)
     return tensors
 
 

@@ -15,7 +15,7 @@ from paceline.models.packing import Weight
 from paceline.models.rows import Rows
 
 _ROPES: tuple[Rope | None, ...] = ("global", "local", None)
-"""In the order of ``enum rope`` in kernels/decode.c."""
+"""In the order of ``enum rope`` in kernels/model.h."""
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped")
 """In the order of ``enum activation`` in kernels/model.h."""
 
@@ -136,6 +136,10 @@ class CModel(ctypes.Structure):
         ("logit_cap", ctypes.c_float),
         ("gate_slope", ctypes.c_float),
         ("gate_limit", ctypes.c_float),
+        ("chunked", ctypes.c_int32),
+        ("turned_norms", ctypes.c_int32),
+        ("scaled_inputs", ctypes.c_int32),
+        ("temperatures", ctypes.c_void_p),
         ("adapters", ctypes.POINTER(ctypes.POINTER(CAdapted))),
     ]
 
@@ -163,6 +167,10 @@ class CModel(ctypes.Structure):
             logit_cap=stack.differs.logit_cap,
             gate_slope=stack.differs.gate_slope,
             gate_limit=stack.differs.gate_limit,
+            chunked=stack.differs.chunked,
+            turned_norms=stack.differs.turned_norms,
+            scaled_inputs=stack.differs.scaled_inputs,
+            temperatures=address(stack.temperatures),
             adapters=_adapter_tables(stack.adapters),
         )
 
@@ -181,6 +189,8 @@ class CExperts(ctypes.Structure):
         ("router_bias", ctypes.c_void_p),
         ("gate_up_bias", ctypes.POINTER(ctypes.c_void_p)),
         ("down_bias", ctypes.POINTER(ctypes.c_void_p)),
+        ("shared_gate_up", CWeight),
+        ("shared_down", CWeight),
     ]
 
     @classmethod
@@ -199,6 +209,8 @@ class CExperts(ctypes.Structure):
             router_bias=address(experts.router_bias),
             gate_up_bias=_addresses(experts.gate_up_bias),
             down_bias=_addresses(experts.down_bias),
+            shared_gate_up=CWeight.of(experts.shared_gate_up),
+            shared_down=CWeight.of(experts.shared_down),
         )
 
 

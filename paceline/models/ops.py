@@ -36,7 +36,7 @@ class Layer:
     gate_up_bias: Tensor | None
     down: Weight | None  # [hidden, ffn]
     down_bias: Tensor | None
-    window: int | None  # positions that attention sees, None for all
+    window: int | None  # positions that attention sees, or of a chunk; None for all
     attention_norm: Tensor | None = None  # of what attention adds
     mlp_norm: Tensor | None = None  # of what the MLP adds
     rope: Rope | None = "global"  # table of positions, None for no positions
@@ -48,6 +48,8 @@ class Layer:
         if self.experts is not None:
             pairs = zip(self.experts.gate_up, self.experts.down, strict=True)
             mlp = [self.experts.router, *(weight for pair in pairs for weight in pair)]
+            shared = self.experts.shared_gate_up, self.experts.shared_down
+            mlp += [weight for weight in shared if weight is not None]
         else:
             assert self.gate_up is not None
             assert self.down is not None
@@ -66,6 +68,8 @@ class Experts:
     router_bias: Tensor | None = None
     gate_up_bias: tuple[Tensor, ...] | None = None
     down_bias: tuple[Tensor, ...] | None = None
+    shared_gate_up: Weight | None = None  # [2 * size, hidden], of an expert that all tokens take
+    shared_down: Weight | None = None  # [hidden, size]
 
     def biases(self) -> list[Tensor]:
         """All of them, if there are any."""
@@ -130,6 +134,7 @@ class Stack:
     cos_sin: Tensor  # [positions, rotary_dim] float32: cosines, then as many sines
     local_cos_sin: Tensor | None = None  # of layers that say so
     differs: Differences = LLAMA
+    temperatures: Tensor | None = None  # [positions] float32, of queries without a rotation
     adapters: tuple[Adapter, ...] = ()  # rows say which of them computes them, if any
 
     def table(self, layer: Layer) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Cosines and sines of the rotary position embedding."""
+"""Tables of positions: cosines and sines of the rotary embedding, temperatures of attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from paceline.errors import InvalidArgument
-from paceline.exact_math import cos_sin
+from paceline.exact_math import cos_sin, log64
 from paceline.models.llama_config import LlamaConfig
 
 
@@ -39,6 +39,17 @@ def rope_table(config: LlamaConfig, length: int | None = None) -> torch.Tensor:
     if scaling != 1.0:
         table *= np.float32(scaling)
     return torch.from_numpy(table)
+
+
+def temperature_table(config: LlamaConfig) -> torch.Tensor:
+    """What queries are multiplied by where there is no rotation.  # [context_length] float32
+
+    With the same bits on every processor. Nakanishi 2025 (arXiv 2501.19399), as Llama 4 has it.
+    """
+    differs = config.differs
+    steps = (np.arange(config.context_length) + 1) // differs.temperature_floor
+    levels = 1.0 + differs.temperature * log64(np.arange(1, steps[-1] + 2, dtype=np.float64))
+    return torch.from_numpy(levels.astype(np.float32)[steps])
 
 
 def scaled_frequencies(config: LlamaConfig) -> tuple[npt.NDArray[np.float32], float]:
@@ -90,6 +101,8 @@ def rope_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32] | None:
     old = config.rope.get("original_max_position_embeddings", config.context_length)
     wavelengths = (number(1.0) / frequencies) * number(2.0 * math.pi)
     stretched = np.where(wavelengths > number(old / low), frequencies / factor, frequencies)
+    if low == high:  # as in Llama 4 Scout: there is nothing between them
+        return stretched
     share = ((number(1.0) / wavelengths) * number(old) - number(low)) / number(high - low)
     mixed = (number(1.0) - share) * stretched / factor + share * stretched
     between = (wavelengths >= number(old / high)) & (wavelengths <= number(old / low))

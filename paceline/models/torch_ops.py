@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -51,9 +51,7 @@ class TorchOps:
         product, differs = self.linear(hidden, head), stack.differs
         if not differs.finishes_logits:
             return product.float()
-        if self.by_row:  # a vector's last numbers may take another way through a library's tanh
-            return torch.cat([finished(row.clone(), differs) for row in product.split(1)])
-        return finished(product, differs)
+        return self._row_by_row(lambda some: finished(some, differs), product)
 
     def rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -87,7 +85,7 @@ class TorchOps:
             self._adapt(stack, i, "qkv", rows, before, qkv)
             heads = qkv.view(len(x), -1, stack.head_dim)  # [R, H + 2G, D]
             self._rope_store(stack, layer, heads, keys[i], values[i], rows)
-            seen = contexts if layer.window is None else [c[-layer.window :] for c in contexts]
+            seen = [_seen(context, layer.window, differs.chunked) for context in contexts]
             attended = self._attention(
                 stack, layer, heads[:, : stack.num_heads], keys[i], values[i], seen
             )
@@ -140,29 +138,42 @@ class TorchOps:
 
     def _mix(self, stack: Stack, experts: Experts, x: Tensor) -> Tensor:
         """The chosen experts' results, weighted, in the order of experts.  # [R, hidden]"""
-        routing, out = experts.routing, torch.zeros_like(x)
+        routing, out, on_input = experts.routing, torch.zeros_like(x), stack.differs.scaled_inputs
         scores = self.linear(x, experts.router, experts.router_bias).float()
-        if self.by_row:
-            shares = torch.cat([row.clone().softmax(-1) for row in scores.split(1)])
-        else:
-            shares = scores.softmax(-1)
-        # A stable order: of equal shares the first.
-        order = shares.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top]
-        chosen = shares.gather(-1, order)
+        if not on_input:
+            scores = self._row_by_row(lambda some: some.softmax(-1), scores)
+        # A stable order: of equal scores the first.
+        order = scores.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top]
+        chosen = scores.gather(-1, order)
+        if on_input:
+            chosen = self._row_by_row(torch.sigmoid, chosen)
         if routing.normed:
             total = chosen[:, :1].clone()
             for i in range(1, routing.top):  # in this order, whatever the number of rows
                 total += chosen[:, i : i + 1]
             chosen = chosen / total
         chosen = chosen.to(x.dtype)
+        if experts.shared_gate_up is not None:
+            assert experts.shared_down is not None
+            active = self._activated(stack, self.linear(x, experts.shared_gate_up))
+            out = self.linear(active, experts.shared_down)
         for e, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
             takes, place = torch.where(order == e)
             if len(takes):
                 biases = experts.gate_up_bias, experts.down_bias
                 first, last = (each[e] if each else None for each in biases)
-                active = self._activated(stack, self.linear(x[takes], gate_up, first))
-                out[takes] += self.linear(active, down, last) * chosen[takes, place, None]
+                shares, taken = chosen[takes, place, None], x[takes]
+                inputs = taken * shares if on_input else taken
+                active = self._activated(stack, self.linear(inputs, gate_up, first))
+                result = self.linear(active, down, last)
+                out[takes] += result if on_input else result * shares
         return out
+
+    def _row_by_row(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """A function of rows; a vector's last numbers may take another way through a library's."""
+        if not self.by_row:
+            return function(x)
+        return torch.cat([function(row.clone()) for row in x.split(1)])
 
     def _rope_store(
         self, stack: Stack, layer: Layer, heads: Tensor, keys: Tensor, values: Tensor, rows: Rows
@@ -183,6 +194,12 @@ class TorchOps:
             a, b = turning.float().chunk(2, dim=-1)
             rotated = torch.cat([a * cosine - b * sine, b * cosine + a * sine], dim=-1)
             turning.copy_(rotated)
+            if stack.differs.turned_norms:
+                both = heads[:, : num_q + num_k]
+                both.copy_(self.rmsnorm(both, both.new_ones(()), stack.eps))
+        elif stack.temperatures is not None:
+            queries = heads[:, :num_q]
+            queries.copy_(queries.float() * stack.temperatures[positions][:, None, None])
         keys[slots] = heads[:, num_q : num_q + num_k]
         values[slots] = heads[:, num_q + num_k :]
 
@@ -230,6 +247,13 @@ class TorchOps:
             scores = scores.softmax(-1)
         mixed: Tensor = scores.to(v.dtype) @ v
         return mixed.reshape(len(query), -1)
+
+
+def _seen(context: IndexArray, window: int | None, chunked: bool) -> IndexArray:
+    """The slots of a context, its own row's the last, that a layer with a window attends to."""
+    if window is None:
+        return context
+    return context[(len(context) - 1) // window * window :] if chunked else context[-window:]
 
 
 def finished(logits: Tensor, differs: Differences) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument
-from paceline.models.architectures import MODEL_TYPES
+from paceline.models.architectures import MODEL_TYPES, text_config
 from paceline.models.base import Segment
 from paceline.models.heads import HEADS, load_any_head
 from paceline.models.heads.base import Head, HeadBatch, HeadTarget
@@ -43,7 +43,7 @@ def _target(
     folder: Path, device: str, kv_tokens: int
 ) -> tuple[HeadTarget, LlamaRunner | TransformersRunner]:
     """A target's parts for training in float32, and the target itself."""
-    if read_config(folder).get("model_type") in MODEL_TYPES:
+    if text_config(read_config(folder)).get("model_type") in MODEL_TYPES:
         parts = HeadTarget.from_folder(folder, device=device)
         return parts, LlamaRunner(folder, device=device, kv_tokens=kv_tokens)
     runner = TransformersRunner(folder, device=device, kv_tokens=kv_tokens)

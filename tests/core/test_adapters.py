@@ -78,14 +78,14 @@ Load = Callable[..., LlamaRunner]
 
 
 @pytest.mark.parametrize("load", [LlamaRunner, load_runner_without_kernels], ids=["c", "torch"])
-@pytest.mark.parametrize("kind", ["llama_gqa", "llama_bias", "qwen3", "phi3", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama_gqa", "llama_bias", "qwen3", "phi3", "gemma2", "llama4"])
 def test_logits_are_those_of_the_merged_model(
     kind: str, load: Load, zoo: Path, tmp_path: Path
 ) -> None:
     base = make_model(kind, zoo)
     fused = kind == "phi3"
-    targets = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if fused else ()
-    chosen = {"targets": targets} if fused else {}
+    targets = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if fused else ATTENTION
+    chosen = {"targets": targets} if fused or kind == "llama4" else {}
     adapter = make_adapter(tmp_path / "a", base, strength=0.5, **chosen)
     runner = load(base, adapters={"a": adapter})
     expected = of_transformers(merge(base, adapter, tmp_path / "merged"))
@@ -456,6 +456,11 @@ def test_experts_and_the_general_path_have_no_adapters(zoo: Path, tmp_path: Path
     adapter = make_adapter(tmp_path / "a", base, targets=("gate_proj",))
     with pytest.raises(InvalidArgument, match=r"experts\.0\.gate_proj.*dense MLPs"):
         LlamaRunner(base, adapters={"a": adapter})
+    shared = "model.layers.2.feed_forward.shared_expert.up_proj"
+    base = make_model("llama4", zoo)
+    adapter = make_adapter(tmp_path / "b", base, targets=("up_proj",), target_modules=shared)
+    with pytest.raises(InvalidArgument, match=r"shared_expert\.up_proj.*dense MLPs"):
+        LlamaRunner(base, adapters={"b": adapter})
     with pytest.raises(InvalidArgument, match=r"adapters: got \['a'\].*runs in transformers"):
         load_runner(make_model("gpt2", zoo), adapters={"a": adapter})
 

@@ -44,6 +44,8 @@ from tests.models.test_int4 import make as make_int4
 from tests.modelzoo import DIFFERENT_KINDS, FAST_PATH_KINDS, VOCAB_SIZE, make_model
 
 IDS = np.random.default_rng(3).integers(0, VOCAB_SIZE, 90)
+STACKED = ("gpt_oss", "llama4")
+"""Kinds whose experts are one tensor."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -232,7 +234,7 @@ def test_rounded_weights_give_nearly_the_same(kind: str, dtype: str, zoo: Path) 
     assert torch.equal(together, token_by_token(rounded, IDS)[-9:])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DIFFERENT_KINDS if kind != "gpt_oss"])
+@pytest.mark.parametrize("kind", [kind for kind in DIFFERENT_KINDS if kind not in STACKED])
 def test_weights_of_four_bits(kind: str, zoo: Path, tmp_path: Path) -> None:
     source, folder, floats = make_model(kind, zoo), tmp_path / "model", tmp_path / "floats"
     meant = make_int4(source, folder, GPTQ)
@@ -241,6 +243,16 @@ def test_weights_of_four_bits(kind: str, zoo: Path, tmp_path: Path) -> None:
     logits, expected = ours(LlamaRunner(folder), IDS), ours(LlamaRunner(floats), IDS)
     error = (logits - expected).pow(2).mean().sqrt()
     assert 0 < error < 0.15 * expected.std()  # activations are rounded to 8 bits
+
+
+@pytest.mark.parametrize("kind", STACKED)
+def test_four_bits_are_refused_where_experts_are_one_tensor(
+    kind: str, zoo: Path, tmp_path: Path
+) -> None:
+    form = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    folder = edited(make_model(kind, zoo), tmp_path / "model", quantization_config=form)
+    with pytest.raises(InvalidArgument, match=r"quantization_config.*gptq"):
+        LlamaRunner(folder)
 
 
 # --- what single architectures declare ------------------------------------------------------------
@@ -288,6 +300,26 @@ OVERRIDES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]},
     ),
     "no biases of attention": ("gpt_oss", {"attention_bias": False}),
+    "no norms, no temperatures": (
+        "llama4", {"use_qk_norm": False, "attn_temperature_tuning": False},
+    ),
+    "other temperatures": ("llama4", {"floor_scale": 3, "attn_scale": 1.5}),
+    "experts in every third layer": (
+        "llama4", {"moe_layers": None, "interleave_moe_layer_step": 3, "num_experts_per_tok": 1},
+    ),
+    "no experts": ("llama4", {"moe_layers": []}),
+    "experts in all layers, and all of them": (
+        "llama4", {"moe_layers": None, "num_experts_per_tok": 6},
+    ),
+    "chunks beside others": (
+        "llama4", {"no_rope_layers": [0, 1, 1, 0], "attention_chunk_size": 7,
+                   "layer_types": ["chunked_attention", "full_attention"] * 2},
+    ),
+    "positions in all layers": ("llama4", {"no_rope_layers": [1, 1, 1, 1]}),
+    "biases, whole chunks": (
+        "llama4", {"attention_bias": True, "attention_chunk_size": 512,
+                   "rope_parameters": {"rope_type": "default", "rope_theta": 2000.0}},
+    ),
     "windows beside experts": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 9}),
 }  # fmt: skip
 
@@ -317,6 +349,13 @@ def test_keys_of_older_checkpoints(zoo: Path, tmp_path: Path) -> None:
         phi, tmp_path / "phi3", rope_parameters=None, rope_theta=1e4, rope_scaling=scaling
     )
     assert torch.equal(ours(LlamaRunner(older), IDS), ours(LlamaRunner(phi), IDS))
+    scout = make_model("llama4", zoo)
+    rope = dict(read_config(scout)["rope_parameters"])
+    older = edited(
+        scout, tmp_path / "llama4", rope_parameters=None, rope_theta=rope.pop("rope_theta"),
+        rope_scaling=rope, layer_types=None, no_rope_layers=[],
+    )  # fmt: skip
+    assert torch.equal(ours(LlamaRunner(older), IDS), ours(LlamaRunner(scout), IDS))
     moe = make_model("qwen3_moe", zoo)
     older = edited(moe, tmp_path / "moe", num_local_experts=None, num_experts=8)
     assert torch.equal(ours(LlamaRunner(older), IDS), ours(LlamaRunner(moe), IDS))
@@ -380,6 +419,62 @@ def test_longrope_ends_where_its_frequencies_would_change(zoo: Path) -> None:
     runner.free(sequence)
 
 
+def test_keys_that_llama4_lacks_have_the_values_of_transformers() -> None:
+    from transformers import Llama4TextConfig
+
+    whole = Llama4TextConfig(num_hidden_layers=9).to_dict()
+    keys = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+            "num_attention_heads")  # fmt: skip
+    short = {key: whole[key] for key in keys}
+    assert LlamaConfig.from_dict(short) == LlamaConfig.from_dict(whole)
+
+
+def test_the_text_model_of_one_that_sees_pictures(zoo: Path, tmp_path: Path) -> None:
+    from transformers import Llama4Config, Llama4ForConditionalGeneration
+
+    text, folder = make_model("llama4", zoo), tmp_path / "model"
+    vision = {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14, "intermediate_size": 64, "projector_input_dim": 32,
+        "projector_output_dim": 32, "vision_output_dim": 32,
+    }  # fmt: skip
+    config = Llama4Config(text_config=read_config(text), vision_config=vision)
+    model = Llama4ForConditionalGeneration(config)
+    model.language_model.load_state_dict(load_file(text / "model.safetensors"))
+    model.save_pretrained(folder)
+    shutil.copy(text / "tokenizer.json", folder)
+    assert any("vision" in name for name in load_file(folder / "model.safetensors"))
+    runner, alone = (load_runner(each, kv_tokens=400) for each in (folder, text))
+    assert isinstance(runner, LlamaRunner)
+    assert isinstance(alone, LlamaRunner)
+    assert torch.equal(ours(runner, IDS), ours(alone, IDS))
+    assert runner.fingerprint == alone.fingerprint
+    assert torch.equal(HeadTarget.from_folder(folder).lm_head, alone.lm_head)
+    with pytest.raises(InvalidArgument, match="text_config"):
+        load_runner(edited(folder, tmp_path / "none", text_config=None))
+    form = {"quant_method": "compressed-tensors"}
+    with pytest.raises(InvalidArgument, match="quantization_config"):
+        load_runner(edited(folder, tmp_path / "codes", quantization_config=form))
+
+
+def test_a_branch_of_a_tree_begins_a_chunk(zoo: Path) -> None:
+    """Two branches pass the end of a chunk at other depths of the tree."""
+    runner = LlamaRunner(make_model("llama4", zoo), kv_tokens=400)
+    chunk = read_config(make_model("llama4", zoo))["attention_chunk_size"]
+    for start in range(3 * chunk - 4, 3 * chunk + 1):
+        sequence = runner.new_sequence()
+        runner.forward([Segment(sequence, IDS[:start], logits="none")])
+        runner.commit(sequence, range(start))
+        parents = np.array([-1, 0, 1, 2, 3, 0, 5, 6, -1])
+        tokens = IDS[start : start + len(parents)]
+        found = runner.forward([Segment(sequence, tokens, parents)]).logits
+        for leaf in leaves(parents):
+            path = list(path_to(parents, leaf))
+            whole = np.concatenate([IDS[:start], tokens[path]])
+            assert torch.equal(ours(runner, whole)[start:], found[path])
+        runner.free(sequence)
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "another activation": ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation"),
     "Gemma's activation": ("olmo2", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
@@ -409,6 +504,25 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "codes of another model": (
         "olmo2", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config",
     ),
+    "part of a head of Llama 4": ("llama4", {"partial_rotary_factor": 0.5}, "partial_rotary"),
+    "another kind of layer": ("llama4", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    "chunks without a size": ("llama4", {"attention_chunk_size": 0}, "attention_chunk_size"),
+    "a word for a layer": ("llama4", {"moe_layers": ["2"]}, "moe_layers"),
+    "a number for layers": ("llama4", {"moe_layers": 2}, "moe_layers"),
+    "no step": ("llama4", {"moe_layers": None, "interleave_moe_layer_step": 0}, "interleave_moe"),
+    "a word for a norm": ("llama4", {"use_qk_norm": "yes"}, "use_qk_norm"),
+    "a scale of 0": ("llama4", {"floor_scale": 0}, "floor_scale"),
+    "temperatures by word": ("llama4", {"attn_temperature_tuning": 4}, "attn_temperature_tuning"),
+    "a negative temperature": ("llama4", {"attn_scale": -0.1}, "attn_scale"),
+    "half a layer without positions": (
+        "llama4", {"no_rope_layers": [1, 0.5, 1, 0]}, "no_rope_layers",
+    ),
+    "more than all of Llama 4's": ("llama4", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+    "Llama 4 with another activation": ("llama4", {"hidden_act": "gelu"}, "hidden_act"),
+    "other experts of Llama 4": ("llama4", {"intermediate_size": 48}, "feed_forward.experts"),
+    "an expert too few": ("llama4", {"num_local_experts": 5}, "feed_forward.experts"),
+    "norms for Granite": ("granite", {"use_qk_norm": True}, "use_qk_norm"),
+    "chunks for Granite": ("granite", {"attention_chunk_size": 16}, "attention_chunk_size"),
     "a dense layer's weights": ("qwen3_moe", {"mlp_only_layers": []}, "model.layers.1.mlp."),
 }  # fmt: skip
 
@@ -451,6 +565,10 @@ def test_every_tensor_is_taken_and_no_other(kind: str, zoo: Path, tmp_path: Path
         ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_theta": 2e4}}}),
         ("qwen3_moe", {"norm_topk_prob": False}),
         ("gpt_oss", {"swiglu_limit": 2.0}),
+        ("llama4", {"attention_chunk_size": 17}),
+        ("llama4", {"floor_scale": 9}),
+        ("llama4", {"use_qk_norm": False}),
+        ("llama4", {"num_experts_per_tok": 1}),
     ],
 )
 def test_the_fingerprint_knows_what_is_declared(

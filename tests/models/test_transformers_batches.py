@@ -30,7 +30,7 @@ WITHOUT_CACHE = ("recurrent_gemma", "minimax")
 # These attend in code of their own, or keep their state out of reach: a forward for each session.
 ONE_BY_ONE = (
     "gptj", "bloom", "rwkv", "recurrent_gemma", "falcon", "mpt", "codegen", "gpt_neo", "xglm",
-    "nemotron", "stablelm",
+    "nemotron", "stablelm", "llama4",
 )  # fmt: skip
 
 

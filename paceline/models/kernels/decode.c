@@ -10,13 +10,12 @@
 #include "simd.h"
 
 #define MAX_HEAD_DIM 256
-enum rope { GLOBAL, LOCAL, NO_ROPE };
 #define BLOCK_ROWS 16 /* rows of a sequence, times heads, for which attention reads keys and values once */
 #define SHARED_FLOATS 2048 /* of keys or values that all rows of a block take before the next ones */
 #define AHEAD 64 /* slots between the one in use and the one that is asked for */
 #define SUMS 4 /* of a row's weighted values: they hide the latency of additions */
 #define SHARED_NUMBERS (1e4 / SLOWER) /* with more numbers, threads share work done row by row */
-#define EACH_ROW(numbers, call) ON_THREADS(m->threads, (double)count * (numbers) > SHARED_NUMBERS, call)
+#define EACH_ROW(rows, numbers, call) ON_THREADS(m->threads, (double)(rows) * (numbers) > SHARED_NUMBERS, call)
 /* Vectors of a row's weighted values that stay in registers, for one row and for two. */
 #if W == 16
 #define VALUES_ONE 4
@@ -246,6 +245,16 @@ static void attend(const void *query, size_t stride, const void *keys, const voi
 #endif
         ATTEND(dim);
 #undef ATTEND
+}
+
+/* How many of the first slots of a context, the last of which is the row's own, a window hides. */
+static inline int hidden_by(int window, int chunked, int length)
+{
+    if (!window)
+        return 0;
+    if (chunked)
+        return (length - 1) / window * window;
+    return length > window ? length - window : 0;
 }
 
 #define JOIN_(a, b) a##_##b

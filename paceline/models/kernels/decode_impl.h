@@ -11,7 +11,7 @@ ALWAYS_INLINE vec NAME(rounded)(vec v)
     return READ(all, 0, WIDTH);
 }
 
-/* out = weight * normalised x; out may be x. */
+/* out = weight * normalised x; out may be x. weight: NULL for ones. */
 ALWAYS_INLINE void NAME(normalise)(const ELEM *x, const ELEM *weight, ELEM *out, int dim, float eps)
 {
     vec squares = set_(0.0f);
@@ -22,7 +22,7 @@ ALWAYS_INLINE void NAME(normalise)(const ELEM *x, const ELEM *weight, ELEM *out,
     const vec scale = set_(1.0f / sqrtf(sum_of(squares) / dim + eps));
     for (int i = 0; i < dim; i += WIDTH) {
         const vec v = NAME(rounded)(mul_(READ(x, i, dim - i), scale));
-        WRITE(out, i, mul_(READ(weight, i, dim - i), v), dim - i);
+        WRITE(out, i, weight ? mul_(READ(weight, i, dim - i), v) : v, dim - i);
     }
 }
 
@@ -103,6 +103,10 @@ static void NAME(rope_store)(ELEM *qkv, const float *cos_sin, ELEM *keys, ELEM *
                 NAME(normalise)(x, norm, x, dim, m->eps);
             if (cosine)
                 NAME(rotate)(x, cosine, cosine + rotary / 2, rotary / 2);
+            else if (m->temperatures && h < heads)
+                NAME(multiply_by)(x, m->temperatures[rows->positions[r]], dim);
+            if (cosine && m->turned_norms)
+                NAME(normalise)(x, NULL, x, dim, m->eps);
         }
         const size_t width = (size_t)kv_heads * dim;
         memcpy(keys + rows->slots[r] * width, row + heads * dim, width * sizeof(ELEM));
@@ -111,13 +115,13 @@ static void NAME(rope_store)(ELEM *qkv, const float *cos_sin, ELEM *keys, ELEM *
     }
 }
 
-/* Attention of each row over the last `window` slots of its own context (all of them for window 0): the
- * first prefix_length[r] slots of prefix[r], then path_length[r] slots of path[r]. A row's result depends
+/* Attention of each row over the slots of its own context that the window leaves (all of them for window 0):
+ * the first prefix_length[r] slots of prefix[r], then path_length[r] slots of path[r]. A row's result depends
  * on this list alone, so it is the same in any batch, tree or chunk. Sets *failed if memory runs out. */
 static void NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *values, ELEM *out,
-                           int heads, int kv_heads, int dim, const struct rows *rows,
-                           const int32_t *blocks, int num_blocks, int window, float scale, float cap,
-                           const ELEM *sinks, int *failed)
+                            int heads, int kv_heads, int dim, const struct rows *rows,
+                            const int32_t *blocks, int num_blocks, int window, int chunked, float scale,
+                            float cap, const ELEM *sinks, int *failed)
 {
     const size_t width = (size_t)kv_heads * dim, out_stride = (size_t)heads * dim;
     const size_t stride = (size_t)(heads + 2 * kv_heads) * dim;
@@ -137,7 +141,7 @@ static void NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *value
         const int together = count * group > BLOCK_ROWS ? BLOCK_ROWS / count : group;
         for (int r = count - 1; r >= 0; r--) {
             const int prefix = rows->prefix_length[from + r], path = rows->path_length[from + r];
-            const int hidden = window && prefix + path > window ? prefix + path - window : 0;
+            const int hidden = hidden_by(window, chunked, prefix + path);
             const int skipped = hidden < prefix ? hidden : prefix;
             contexts[r] = rows->prefix[from + r] + skipped;
             if (path) { /* two places become one */
@@ -214,17 +218,17 @@ static void NAME(activate)(const struct model *m, const ELEM *gate_up, ELEM *out
     }
 }
 
-/* One row's experts, best first, and their shares: the softmax of all scores. scores: [count], changed. */
-static void NAME(choose)(const struct experts *e, const ELEM *router, float *scores, int32_t *chosen,
-                         float *shares)
+/* One row's experts, best first, and their shares: the softmax of all scores, or the sigmoid of each.
+ * scores: [count], changed. */
+static void NAME(choose)(const struct experts *e, int sigmoid, const ELEM *router, float *scores,
+                         int32_t *chosen, float *shares)
 {
-    float top = -INFINITY, total = 0.0f;
+    float top = -INFINITY, total = 0.0f, one[W];
     for (int i = 0; i < e->count; i++) {
         scores[i] = LOAD(router[i]);
         top = scores[i] > top ? scores[i] : top;
     }
-    for (int i = 0; i < e->count; i++) {
-        float one[W];
+    for (int i = 0; i < e->count && !sigmoid; i++) {
         nat_store(one, nat_exp(nat_set(scores[i] - top)));
         scores[i] = one[0];
         total += scores[i];
@@ -236,8 +240,10 @@ static void NAME(choose)(const struct experts *e, const ELEM *router, float *sco
             if (scores[i] > scores[best])
                 best = i;
         chosen[k] = best;
-        shares[k] = scores[best] / total;
-        scores[best] = -1.0f;
+        if (sigmoid)
+            nat_store(one, nat_exp(nat_set(-scores[best])));
+        shares[k] = sigmoid ? 1.0f / (1.0f + one[0]) : scores[best] / total;
+        scores[best] = -INFINITY;
         of_chosen += shares[k];
     }
     for (int k = 0; k < e->top; k++) {
@@ -263,14 +269,25 @@ static int NAME(mix)(const struct model *m, const struct experts *e, const ELEM 
     ELEM *result = in + rows * hidden, *gate_up = result + rows * hidden, *inner = gate_up + 2 * rows * size;
     int failed = NAME(linear)(x, e->router.packed, (int)e->router.packing, e->router_bias, router, rows, m->hidden,
                               e->count, m->threads);
-    memset(out, 0, rows * hidden * sizeof *out);
+    if (e->shared_gate_up.packed) {
+        failed |= NAME(linear)(x, e->shared_gate_up.packed, (int)e->shared_gate_up.packing, NULL, gate_up, rows,
+                               m->hidden, 2 * e->size, m->threads);
+        EACH_ROW(rows, e->size, NAME(activate)(m, gate_up, inner, rows, e->size));
+        failed |= NAME(linear)(inner, e->shared_down.packed, (int)e->shared_down.packing, NULL, out, rows, e->size,
+                               m->hidden, m->threads);
+    } else {
+        memset(out, 0, rows * hidden * sizeof *out);
+    }
     for (int r = 0; r < rows; r++)
-        NAME(choose)(e, router + (size_t)r * e->count, scores, chosen + r * e->top, shares + r * e->top);
+        NAME(choose)(e, m->scaled_inputs, router + (size_t)r * e->count, scores, chosen + r * e->top,
+                     shares + r * e->top);
     for (int i = 0; i < e->count && !failed; i++) {
         int count = 0;
         for (size_t t = 0; t < taken; t++)
             if (chosen[t] == i) {
                 memcpy(in + count * hidden, x + t / e->top * hidden, hidden * sizeof *in);
+                if (m->scaled_inputs)
+                    NAME(multiply_by)(in + count * hidden, shares[t], m->hidden);
                 takes[count++] = (int32_t)t;
             }
         if (!count)
@@ -278,12 +295,13 @@ static int NAME(mix)(const struct model *m, const struct experts *e, const ELEM 
         failed = NAME(linear)(in, e->gate_up[i].packed, (int)e->gate_up[i].packing,
                               e->gate_up_bias ? e->gate_up_bias[i] : NULL, gate_up, count, m->hidden,
                               2 * e->size, m->threads);
-        EACH_ROW(e->size, NAME(activate)(m, gate_up, inner, count, e->size));
+        EACH_ROW(count, e->size, NAME(activate)(m, gate_up, inner, count, e->size));
         failed |= NAME(linear)(inner, e->down[i].packed, (int)e->down[i].packing,
                                e->down_bias ? e->down_bias[i] : NULL, result, count, e->size, m->hidden,
                                m->threads);
         for (int c = 0; c < count; c++) {
-            NAME(multiply_by)(result + c * hidden, shares[takes[c]], m->hidden);
+            if (!m->scaled_inputs)
+                NAME(multiply_by)(result + c * hidden, shares[takes[c]], m->hidden);
             NAME(add_to)(out + takes[c] / e->top * hidden, result + c * hidden, m->hidden);
         }
     }
@@ -376,23 +394,25 @@ EXPORT int NAME(run_layers)(const struct model *m, const struct layer *layers, i
     for (int i = first; i < last && !failed; i++) {
         const struct layer *l = layers + i;
         ELEM *k = keys + i * layer_size, *v = values + i * layer_size;
-        EACH_ROW(m->hidden, NAME(add_rmsnorm)(x, pending, joint, l->input_norm, normed, count, m->hidden, m->eps));
+        EACH_ROW(count, m->hidden,
+                 NAME(add_rmsnorm)(x, pending, joint, l->input_norm, normed, count, m->hidden, m->eps));
         if (states && i > first)
             memcpy(states + (i - first - 1) * state_size, x, state_size * sizeof(ELEM));
         failed = MULTIPLY(l->input_norm ? normed : x, qkv, qkv, m->hidden, qkv_width);
-        EACH_ROW(qkv_width, NAME(rope_store)(qkv, tables[l->rope], k, v, m, rows, l->q_norm, l->k_norm));
+        EACH_ROW(count, qkv_width, NAME(rope_store)(qkv, tables[l->rope], k, v, m, rows, l->q_norm, l->k_norm));
         ON_THREADS(m->threads, (double)count * rows->longest * m->heads > 1e4 / SLOWER,
                    NAME(attention)(qkv, k, v, attended, m->heads, m->kv_heads, m->dim, rows, blocks, num_blocks,
-                                   l->window, m->scale, m->attention_cap, l->sinks, &failed));
+                                   (int)l->window, m->chunked, m->scale, m->attention_cap, l->sinks, &failed));
         failed |= MULTIPLY(attended, out, delta, attended_width, m->hidden);
         joint.norm = l->attention_norm;
-        EACH_ROW(m->hidden, NAME(add_rmsnorm)(x, delta, joint, l->post_norm, normed, count, m->hidden, m->eps));
+        EACH_ROW(count, m->hidden,
+                 NAME(add_rmsnorm)(x, delta, joint, l->post_norm, normed, count, m->hidden, m->eps));
         const ELEM *in = l->post_norm ? normed : x;
         if (l->experts) {
             failed |= NAME(mix)(m, l->experts, in, delta, count);
         } else {
             failed |= MULTIPLY(in, gate_up, gate_up, m->hidden, 2 * m->ffn);
-            EACH_ROW(m->ffn, NAME(activate)(m, gate_up, inner, count, m->ffn));
+            EACH_ROW(count, m->ffn, NAME(activate)(m, gate_up, inner, count, m->ffn));
             failed |= MULTIPLY(inner, down, delta, m->ffn, m->hidden);
         }
         joint.norm = l->mlp_norm;

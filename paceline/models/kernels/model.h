@@ -31,6 +31,9 @@ struct rows {
     const int32_t *adapters;        /* [count], which of the model's, -1 for none; or NULL */
 };
 
+/* The table of a layer's positions. */
+enum rope { GLOBAL, LOCAL, NO_ROPE };
+
 /* Of the gate; CLAMPED is gpt-oss's. */
 enum activation { SILU, GELU, CLAMPED };
 
@@ -49,6 +52,10 @@ struct model {
     float logit_divisor;        /* of logits, before their cap (1) */
     float logit_cap;            /* (0) */
     float gate_slope, gate_limit; /* of a clamped activation */
+    int32_t chunked;              /* windows do not slide: they begin where their size divides a position (0) */
+    int32_t turned_norms;         /* queries and keys are normed after they are turned, where they are (0) */
+    int32_t scaled_inputs;        /* an expert's share is a sigmoid, and of what it reads, not gives (0) */
+    const float *temperatures;    /* [positions], of queries that nothing turns, or NULL */
     const struct adapted *const *adapters; /* [adapters], each of [layers], or NULL */
 };
 
@@ -82,6 +89,7 @@ struct experts {
     struct weight router;
     const struct weight *gate_up, *down; /* [count] */
     const void *router_bias, *const *gate_up_bias, *const *down_bias; /* [count], or NULL */
+    struct weight shared_gate_up, shared_down; /* of an expert that all rows take, or nothing */
 };
 
 struct layer {
@@ -97,7 +105,7 @@ struct layer {
     int64_t window; /* 0: full attention */
     /* Differences from Llama. */
     const void *attention_norm, *mlp_norm; /* of what they add to the residual stream, or NULL */
-    int64_t rope;                          /* table of positions: 0 cos_sin, 1 local_cos_sin, 2 none */
+    int64_t rope;                          /* enum rope: cos_sin, local_cos_sin or none */
     const void *sinks;                     /* [heads], further scores of each softmax, or NULL */
     const struct experts *experts;         /* in place of gate_up and down, or NULL */
 };

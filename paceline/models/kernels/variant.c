@@ -106,15 +106,15 @@ static uint64_t mix(uint64_t hash, const void *data, size_t bytes)
     return hash;
 }
 
-enum kind { PLAIN, DIFFERENT };
+enum kind { PLAIN, DIFFERENT, CHUNKED };
 enum { HIDDEN = 40, FFN = 54, HEADS = 4, KV_HEADS = 2, DIM = 20, SLOTS = 64, ROWS = 19, LAYERS = 2,
        EXPERTS = 3 };
 #define QKV ((HEADS + 2 * KV_HEADS) * DIM)
 #define PANELS(outputs) (((outputs) + 15) / 16 * 16)
 #define NUMBERS 60000
 
-/* A small model of odd sizes computes a prompt, then one token; one that is DIFFERENT computes what Llama
- * does not. 0 if memory runs out. */
+/* A small model of odd sizes computes a prompt, then one token; one that is DIFFERENT or CHUNKED computes
+ * what Llama does not. 0 if memory runs out. */
 static uint64_t model_hash(uint64_t hash, int narrow, enum kind kind)
 {
     static const int sizes[][2] = {
@@ -152,14 +152,20 @@ static uint64_t model_hash(uint64_t hash, int narrow, enum kind kind)
             layers[i].rope = i + 1;
             layers[i].sinks = i ? wide_norm : NULL;
         }
+        if (kind == CHUNKED)
+            layers[i].rope = i ? NO_ROPE : GLOBAL;
     }
     struct weight router = layers[0].gate_up, gate_up[EXPERTS], down[EXPERTS];
     for (int e = 0; e < EXPERTS; e++) {
         gate_up[e] = layers[e % LAYERS].gate_up;
         down[e] = layers[e % LAYERS].down;
     }
-    const struct experts experts = {EXPERTS, 2, FFN, 1, router, gate_up, down};
-    if (kind == DIFFERENT)
+    struct experts experts = {EXPERTS, 2, FFN, kind == DIFFERENT, router, gate_up, down};
+    if (kind == CHUNKED) {
+        experts.shared_gate_up = layers[1].gate_up;
+        experts.shared_down = layers[1].down;
+    }
+    if (kind != PLAIN)
         layers[1].experts = &experts;
     float *cos_sin = (float *)TAKE(SLOTS * DIM);
     fill(cos_sin, SLOTS * DIM, 0, &state);
@@ -181,6 +187,11 @@ static uint64_t model_hash(uint64_t hash, int narrow, enum kind kind)
         model.attention_cap = 0.9f;
         model.logit_divisor = 3.0f;
         model.logit_cap = 1.5f;
+    }
+    if (kind == CHUNKED) {
+        model.chunked = model.turned_norms = model.scaled_inputs = 1;
+        model.temperatures = cos_sin;
+        layers[0].window = 7;
     }
     int32_t numbers[ROWS], lengths[ROWS], zeros[ROWS] = {0}, slots[ROWS];
     const int32_t *prefix[ROWS], *path[ROWS] = {0};
@@ -281,5 +292,7 @@ EXPORT uint64_t self_test(void)
     hash = hash ? bytes_hash(hash) : 0;
     hash = hash ? quants_hash(hash) : 0;
     hash = hash ? model_hash(hash, 0, DIFFERENT) : 0;
-    return hash ? model_hash(hash, 1, DIFFERENT) : 0;
+    hash = hash ? model_hash(hash, 1, DIFFERENT) : 0;
+    hash = hash ? model_hash(hash, 0, CHUNKED) : 0;
+    return hash ? model_hash(hash, 1, CHUNKED) : 0;
 }

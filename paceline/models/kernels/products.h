@@ -42,19 +42,21 @@ ALWAYS_INLINE int chunk_size(int group, int steps)
  * the other. */
 #define FETCH(from) __builtin_prefetch(from, 0, 2)
 
+#define SHORT_PANEL (W == 16 ? 256 : 320) /* steps, for one row */
+
 /* Whether one row takes one panel after the other: memory is read best in one stream, and short panels begin
  * before the sums of the last one are done. In long ones each sum waits for the one before it, unless there are
  * those of other panels. */
 ALWAYS_INLINE int one_by_one(int rows, int lines)
 {
-    return rows == 1 && lines <= 256;
+    return rows == 1 && lines <= SHORT_PANEL;
 }
 
 /* Which share of the next panels a block fetches; -1: none. A few rows with all streams of weights at once
  * are read faster by the processor itself, unless panels end before it has seen that they go on. */
 ALWAYS_INLINE int fetch_turn(int block, int rows, int lines, int all_streams)
 {
-    return rows > (all_streams ? 4 : 1) || lines <= (W == 16 && rows == 1 ? 256 : 320) ? block : -1;
+    return rows > (all_streams ? 4 : 1) || lines <= (rows == 1 ? SHORT_PANEL : 320) ? block : -1;
 }
 
 /* Where results go; panels may have more outputs than these. */

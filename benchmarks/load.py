@@ -36,6 +36,7 @@ from paceline.engine import Engine, EngineLimits
 from paceline.errors import ResourceExhausted
 from paceline.loading import limit_threads
 from paceline.model_names import resolve_model
+from paceline.profile import LoadCosts
 from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
@@ -241,6 +242,8 @@ def clients(engine: Engine, options: argparse.Namespace) -> None:
             heads=loaded.drafters.heads,
         )  # fmt: skip
         each.intake.prepare(config)
+        if name != "ar" and isinstance(each.length_context.measure, LoadCosts):
+            each.length_context.measure.prepare()  # as a target replica does before it is ready
     print(
         "clients  tok/s AR   x AR, median (range)   by processor time    first token s, AR: p50 p99"
         "   auto: p50 p99   refused AR, auto  identical"
@@ -252,19 +255,17 @@ def clients(engine: Engine, options: argparse.Namespace) -> None:
         waits: dict[str, list[float]] = {"ar": [], "auto": []}
         refused: dict[str, int] = {"ar": 0, "auto": 0}
         for repetition in range(options.repetitions):
-            tokens, speed, busy = {}, {}, {}
+            tokens, speed, work_speed = {}, {}, {}
             these = prompts[repetition * size : (repetition + 1) * size]
             for name in sorted(methods, reverse=bool(repetition % 2)):
-                began = time.process_time()
                 answers = _serve_clients(engines[name], these, methods[name], count, params)
-                tokens[name], speed[name], first, num_refused = answers
-                busy[name] = time.process_time() - began
+                tokens[name], speed[name], work_speed[name], first, num_refused = answers
                 waits[name] += first
                 refused[name] += num_refused
             same &= tokens["ar"] == tokens["auto"]
             rates.append(speed["ar"])
             ratios.append(speed["auto"] / speed["ar"])
-            work.append(busy["ar"] / busy["auto"])
+            work.append(work_speed["auto"] / work_speed["ar"])
         quantiles = [np.quantile(waits[name], (0.5, 0.99)) for name in ("ar", "auto")]
         shown = "   ".join(f"{p50:13.2f} {p99:6.2f}" for p50, p99 in quantiles)
         print(
@@ -289,15 +290,20 @@ def _chat_prompts(engine: Engine, options: argparse.Namespace, count: int) -> li
 def _serve_clients(
     engine: Engine, prompts: Sequence[list[int]], config: SpeculationConfig, count: int,
     params: SamplingParams,
-) -> tuple[list[list[int]], float, list[float], int]:  # fmt: skip
-    """Tokens of each request, tokens a second, seconds to the first tokens, refused tries."""
+) -> tuple[list[list[int]], float, float, list[float], int]:  # fmt: skip
+    """Tokens of each request, tokens a second and a processor second, seconds to the first tokens,
+    refused tries.
+
+    Speeds are those while all clients have a request. Later on fewer and fewer are left, and how
+    long the last one waits after it was refused is chance.
+    """
     waiting = deque((i, prompt) for i, prompt in enumerate(prompts))
     began: dict[int, float] = {}
     later: dict[int, float] = {}  # request -> when it is tried again
     running: dict[int, Session] = {}
     done: dict[int, Session] = {}
     num_refused = 0
-    started = time.perf_counter()
+    started, began_work, speeds = time.perf_counter(), time.process_time(), (0.0, 0.0)
     while len(done) < len(prompts):
         now = time.perf_counter()
         trying = [i for i, at in later.items() if at <= now]
@@ -317,11 +323,13 @@ def _serve_clients(
         for i in [i for i, session in running.items() if session.finished]:
             done[i] = running.pop(i)
             assert done[i].error is None
-    seconds = time.perf_counter() - started
+        if not speeds[0] and not waiting and len(running) + len(later) < count:
+            so_far = sum(s.stats.num_tokens for s in (*done.values(), *running.values()))
+            seconds, work = time.perf_counter() - started, time.process_time() - began_work
+            speeds = so_far / seconds, so_far / work
     sessions = [done[i] for i in range(len(prompts))]
     first = [(s.stats.first_token_at or 0.0) - began[i] for i, s in enumerate(sessions)]
-    speed = sum(s.stats.num_tokens for s in sessions) / seconds
-    return [s.output_ids for s in sessions], speed, first, num_refused
+    return [s.output_ids for s in sessions], *speeds, first, num_refused
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from paceline.config import SpeculationConfig
 from paceline.deployments.config import DeploymentConfig
 from paceline.deployments.direct import DirectListener
 from paceline.deployments.drafter_leases import DrafterLeases
@@ -42,6 +43,20 @@ DRAFTER_TIMEOUT_S = 30.0
 HEALTH_TIMEOUT_S = 20.0
 SWITCH_S = 0.0005
 """Seconds that a thread waits for the interpreter: a tenth of Python's default."""
+
+
+def _prepare(engine: Engine, speculation: SpeculationConfig) -> None:
+    """Do what the first request would wait for: read drafters' weights, measure costs.
+
+    Raises:
+        InvalidArgument: the engine cannot run the method.
+    """
+    from paceline.profile import LoadCosts
+
+    engine.intake.prepare(speculation)
+    measure = engine.length_context.measure
+    if speculation.method != "ar" and isinstance(measure, LoadCosts):
+        measure.prepare()
 
 
 def _load(config: DeploymentConfig) -> Engine:
@@ -179,7 +194,7 @@ class TargetDeployment:
 
             self._lease_drafters(config, use)
         try:
-            await asyncio.to_thread(engine.intake.prepare, config.speculation)
+            await asyncio.to_thread(_prepare, engine, config.speculation)
         except InvalidArgument as error:
             logger.warning("requests that name no method will be refused: %s", error)
         return EngineThread(engine).start()

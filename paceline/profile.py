@@ -450,6 +450,12 @@ class LoadCosts:
             methods=methods_with_draft_model(),
         )
 
+    def prepare(self) -> None:
+        """Measure now what the first request that drafts would wait for; nothing of :attr:`remote`,
+        which may not be there yet."""
+        if self._profile is None:
+            self._profile = self._find()
+
     def look(self) -> None:
         """Use costs that are on the disk already; measure nothing."""
         profile = find_profile(self._key())

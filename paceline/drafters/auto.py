@@ -45,6 +45,8 @@ class _State(dict[str, Draft]):
     """A session's parts, with what each has drafted in this round.
 
     Attributes:
+        drafted: whether any may have drafted.
+        readers: those that learn from every round.
         views: the session as drafters in other processes see it.
         under_way: those that owe a draft.
         arrived: their drafts, newest last. Another thread appends.
@@ -52,6 +54,8 @@ class _State(dict[str, Draft]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.drafted = False
+        self.readers: set[str] = set()
         self.views: dict[str, SessionView] = {}
         self.under_way: set[str] = set()
         self.arrived: list[_Arrived] = []
@@ -97,6 +101,8 @@ class AutoDrafter(Drafter):
         state = self._states[session.session_id] = _State()
         for name in session.config[DRAFTERS] or ():
             state[name] = EMPTY_DRAFT
+            if self._part(name).needs:
+                state.readers.add(name)
             if name in self._remote:
                 state.views[name] = cast("SessionView", _SessionOf(session, name))
             self._guarded(name, [session], "open", state.views.get(name, session))
@@ -122,7 +128,11 @@ class AutoDrafter(Drafter):
         choosing = [i for i, budget in enumerate(budgets) if budget.portfolio is not None]
         for session in sessions:
             state = self._states[session.session_id]
-            state.update(dict.fromkeys(state, EMPTY_DRAFT))
+            if state.drafted:
+                state.update(dict.fromkeys(state, EMPTY_DRAFT))
+                state.drafted = False
+        for i in choosing:
+            self._states[sessions[i].session_id].drafted = True
         self._look_up(choosing, sessions, budgets)
         asked: dict[str, dict[int, Budget]] = {}
         picked: dict[int, str] = {}
@@ -269,11 +279,12 @@ class AutoDrafter(Drafter):
     def observe(self, sessions: Sequence[SessionView], outcomes: Sequence[Outcome]) -> None:
         seen: dict[str, list[tuple[SessionView, Outcome]]] = {}
         for session, outcome in zip(sessions, outcomes, strict=True):
-            state = self._states.get(session.session_id, _State())
+            state = self._states.get(session.session_id)
+            if state is None or not (state.drafted or state.readers or state.arrived):
+                continue
             self._tell(state)
             for name, draft in state.items():
-                part = self._part(name)
-                if part.needs or (draft.num_nodes and not part.quick):
+                if name in state.readers or (draft.num_nodes and not self._part(name).quick):
                     seen.setdefault(name, []).append((session, outcome))
         for name, pairs in seen.items():
             members, own = [s for s, _ in pairs], [o for _, o in pairs]

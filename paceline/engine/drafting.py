@@ -514,11 +514,11 @@ class Drafting:
 def round_budget(session: Session, load: Load) -> Budget:
     """The length controller's budget, cut to what the session may still generate."""
     budget = session.length_controller.budget(session, load)
-    # The round also commits the target's own token.
+    longest = session.remaining - 1  # the round also commits the target's own token
+    if budget.depth <= longest and (budget.depth or not budget.nodes):
+        return budget
     return replace(
-        budget,
-        depth=min(budget.depth, session.remaining - 1),
-        nodes=budget.nodes if budget.depth else 0,
+        budget, depth=min(budget.depth, longest), nodes=budget.nodes if budget.depth else 0
     )
 
 

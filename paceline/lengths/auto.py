@@ -35,6 +35,7 @@ from paceline.lengths.experience import (
     RELAY,
     SHARED_MEMORY,
     DepthRates,
+    Roster,
     crowded,
     experience_of,
 )
@@ -67,6 +68,7 @@ WORTH_MEMORY = 0.9  # decay of what a quick drafter's drafts have saved, for eac
 REACHED = 0.7  # probability that all tokens before a draft's next one are right
 MOST_SURE = 0.9  # highest confidence that a draft must have to go on
 PATIENCE_S = 0.08  # longest wait for a draft of another process
+NOTHING = Budget(0, 0)
 LONG_PROMPT = 512  # tokens: there is much to copy from
 
 
@@ -223,6 +225,29 @@ class _Offer(NamedTuple):
         return self.tokens - speed * self.seconds
 
 
+class _Promise(NamedTuple):
+    """What a round's drafters cost and the chosen one is expected to save, in AR's rounds; its
+    expected tokens; and the tokens that a round of AR is worth."""
+
+    workload: str
+    costs: dict[str, float]
+    chosen: str | None
+    saved: float
+    tokens: float
+    worth: float
+
+    def settle(self, roster: Roster, num_tokens: int) -> None:
+        """Tell the roster what was saved, now that the round's tokens are known.
+
+        The best of several estimates is too high on average. Without this correction a drafter that
+        saves nothing would stay.
+        """
+        saved = 0.0
+        if self.chosen is not None:
+            saved = self.saved + (num_tokens - self.tokens) / self.worth
+        roster.count(self.workload, self.costs, self.chosen, saved)
+
+
 class _Candidate:
     """What a session knows of one drafter."""
 
@@ -279,8 +304,8 @@ class Auto:
         self._pace, self._rest = _Pace(MEMORY), Rest()
         self._stop = ConfidenceStop(1, 0.0)
         self.stop_rule: StopRule | None = self._stop
-        self._pick = Pick(None, 0)
-        self._workload, self._num_ar = "", 0
+        self._promise: _Promise | None = None
+        self._pick, self._workload, self._num_ar = Pick(None, 0), "", 0
 
     # --- as a length controller ----------------------------------------------------------------
 
@@ -293,18 +318,19 @@ class Auto:
         self._session, self._load, self._step = session, load, self._known.learnt.step(load)
         self._step.first = self._step.first or session.session_id
         self._room = min(self._longest, session.remaining - 1)
-        self._looked, self._found, self._costs, self._pick = [], {}, {}, Pick(None, 0)
+        self._looked, self._found, self._costs = [], {}, {}
+        self._pick, self._promise = Pick(None, 0), None
         if self._room <= 0 or self._step.measures_ar or self._rest.goes_on():
             self._num_ar += 1
-            self._step.asked.append(Budget(0, 0))
-            return Budget(0, 0)
+            self._step.asked.append(NOTHING)
+            return NOTHING
         self._step.num_looking += 1
         return Budget(self._room, self._room, portfolio=self, patience_s=PATIENCE_S)
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
         """As :meth:`paceline.lengths.base.LengthController.observe`."""
         if not self._step.asked:  # the drafter failed before it asked
-            self._step.asked.append(Budget(0, 0))
+            self._step.asked.append(NOTHING)
         if not self._step.recorded and self._step.num_looking and not self._step.more_than_looks:
             self._known.looked(draft_seconds / self._step.num_looking)
         self._known.learnt.record(self._step, outcome, draft_seconds, verify_seconds)
@@ -315,7 +341,9 @@ class Auto:
         self._known.pace.add(len(outcome.token_ids), seconds)
         self._pace.add(len(outcome.token_ids), seconds)
         if self._pick.drafter is not None:
-            self._of(self._pick.drafter).num_accepted += outcome.num_accepted
+            self._candidates[self._pick.drafter].num_accepted += outcome.num_accepted
+        if self._promise is not None:
+            self._promise.settle(self._known.experience.roster, len(outcome.token_ids))
 
     @property
     def drafter(self) -> str | None:
@@ -326,7 +354,7 @@ class Auto:
 
     def asks(self, drafter: str) -> int:
         """As :meth:`paceline.types.Portfolio.asks`."""
-        candidate = self._of(drafter)
+        candidate = self._candidates[drafter]
         price = self._load.num_running * self._known.ask.get(drafter, 0.0)
         cheap = price <= LEARNING_SHARE * self._known.verify(self._load)[0]
         if not (cheap and candidate.asks < FIRST_ASKS) and candidate.worth < price:
@@ -339,7 +367,7 @@ class Auto:
     def found(self, drafter: str, draft: Draft, seconds: float) -> None:
         """As :meth:`paceline.types.Portfolio.found`."""
         self._looked.append(drafter)
-        if self._of(drafter).asks > 1:
+        if self._candidates[drafter].asks > 1:
             self._known.asked(drafter, seconds)
         else:  # it has read the prompt as well
             self._step.more_than_looks = True
@@ -347,7 +375,7 @@ class Auto:
             self._found[drafter] = draft
             self._await(drafter, draft.token_ids.tolist(), draft.num_nodes)
         else:
-            self._of(drafter).worth *= WORTH_MEMORY
+            self._candidates[drafter].worth *= WORTH_MEMORY
 
     def pick(self, drafters: Sequence[str]) -> Pick:
         """As :meth:`paceline.types.Portfolio.pick`."""
@@ -368,7 +396,7 @@ class Auto:
         second = max((offer.gain(speed) for offer in rivals), default=best.gain(speed))
         lead = 0.0 if chosen is None else (best.gain(speed) - second) / speed
         for name in self._found:
-            candidate = self._of(name)
+            candidate = self._candidates[name]
             saved = lead if name == chosen else 0.0
             candidate.worth = WORTH_MEMORY * candidate.worth + (1.0 - WORTH_MEMORY) * saved
         saved = 0.0 if chosen is None else (best.gain(speed) - offers[0].gain(speed)) / speed
@@ -376,12 +404,13 @@ class Auto:
         if chosen is None:
             self._num_ar += 1
         else:
-            self._of(chosen).num_picked += 1
+            self._candidates[chosen].num_picked += 1
             self._stop.threshold = self._least_sure(chosen, depth, speed)
         look = self._load.num_running * self._known.look / max(1, len(self._looked)) / verify[0]
         costs = dict.fromkeys(drafters, HEAD_COST) | dict.fromkeys(self._looked, look)
         workload = crowded(self._workload, self._load.num_running)
-        self._known.experience.roster.count(workload, costs, chosen, lead / verify[0])
+        lead, worth = lead / verify[0], speed * verify[0]
+        self._promise = _Promise(workload, costs, chosen, lead, best.tokens, worth)
         probe = self._probe([name for name in drafters if name != chosen])
         self._step.asked.append(Budget(depth, depth))
         self._step.has_shadow |= probe is not None
@@ -394,13 +423,12 @@ class Auto:
         if depth < 2 or drafter in self._found:
             return 0.0
         verify = self._known.verify(self._load)
-        seconds = (verify[depth] - verify[1]) / (depth - 1)
-        seconds += self._cost(drafter)[1]
+        seconds = (verify[depth] - verify[1]) / (depth - 1) + self._cost(drafter)[1]
         return min(MOST_SURE, max(0.0, speed * seconds / REACHED))
 
     def drafted(self, drafter: str, draft: Draft, seconds: float, asked: Asked) -> int:
         """As :meth:`paceline.types.Portfolio.drafted`."""
-        candidate, nodes = self._of(drafter), draft.num_nodes
+        candidate, nodes = self._candidates[drafter], draft.num_nodes
         if seconds and nodes:
             behind = asked.length - candidate.length
             self._known.timed(drafter, nodes, behind, seconds, self._load, asked.together)
@@ -454,21 +482,18 @@ class Auto:
             seconds += usual
         return max(1.0 / ar, tokens / seconds if seconds else 0.0)
 
-    def _of(self, drafter: str) -> _Candidate:
-        return self._candidates[drafter]
-
     def _class(self, drafter: str) -> int:
         """What is known of the next draft: whether the last one was right, and its length, where it
         is there already: longer ones come from longer matches."""
         found = self._found.get(drafter)
         size = 0 if found is None else min(found.num_nodes.bit_length(), 4)
-        return 2 * size + self._of(drafter).hot
+        return 2 * size + self._candidates[drafter].hot
 
     def _rates(self, drafter: str) -> list[float]:
         return self._acceptance(drafter, self._class(drafter)).rates()
 
     def _acceptance(self, drafter: str, kind: int) -> DepthRates:
-        known = self._of(drafter).acceptance
+        known = self._candidates[drafter].acceptance
         if kind not in known:
             shared = self._known.acceptance(self._workload, drafter, kind)
             known[kind] = DepthRates(self._longest, shared.rates, MEMORY)
@@ -494,7 +519,7 @@ class Auto:
         assert session is not None
         unknown = UNKNOWN_COST * self._known.verify(self._load)[0], 0.0
         first, slope = self._known.draft(drafter, self._load) or unknown
-        behind = session.length - self._of(drafter).length
+        behind = session.length - self._candidates[drafter].length
         if behind > CATCH_UP:  # reading must pay within what is left, or within a while
             rounds = max(1.0, min(session.remaining, HORIZON) / 2.0)
             first += self._known.read(drafter, self._load) * behind / rounds
@@ -509,7 +534,7 @@ class Auto:
         best, fastest = _best_depths(rates, self._known.verify(self._load), cost, speed)
         if best is None:
             return []
-        self._of(drafter).promised = fastest[1] / fastest[2]
+        self._candidates[drafter].promised = fastest[1] / fastest[2]
         return [_Offer(drafter, *best), _Offer(drafter, *fastest)]
 
     def _probe(self, drafters: Sequence[str]) -> tuple[str, int] | None:
@@ -518,10 +543,10 @@ class Auto:
         assert session is not None
         if not drafters:
             return None
-        drafter = min(drafters, key=lambda name: self._of(name).length)
+        drafter = min(drafters, key=lambda name: self._candidates[name].length)
         depth = min(self._longest_of(drafter), 4)
         first, slope, _ = self._cost(drafter)
-        behind = session.length - self._of(drafter).length
+        behind = session.length - self._candidates[drafter].length
         price = first + slope * depth + self._known.read(drafter, self._load) * behind
         if self._credit < price:
             return None
@@ -551,7 +576,7 @@ class Auto:
             elif len(token_ids) >= draft.start:  # else the session was truncated
                 going.append(draft)
             if draft.start == newest:
-                hot = self._of(draft.drafter).hot = draft.right - draft.first >= HOT
+                hot = self._candidates[draft.drafter].hot = draft.right - draft.first >= HOT
                 if hot:
                     self._rest.end()
         self._unjudged = going

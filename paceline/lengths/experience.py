@@ -198,7 +198,7 @@ class Roster:
         Args:
             costs: what having each of its drafters takes.
             chosen: the one that drafts; None: none does.
-            saved: what that is expected to save.
+            saved: what that has saved; less than 0: it has cost more.
         """
         for drafter, cost in costs.items():
             known = self.seen.get((workload, drafter), Balance()).scaled(SHARED_MEMORY)
@@ -261,7 +261,10 @@ class Experience:
             "version": VERSION,
             "rates": [[*key, *rates.seen] for key, rates in sorted(self._rates.items())],
             "goes_on": [[name, *pair] for name, pair in sorted(self._goes_on.items())],
-            "roster": [[*key, *balance] for key, balance in sorted(self.roster.seen.items())],
+            "roster": [
+                [*key, each.rounds, max(0.0, each.saved), each.cost]
+                for key, each in sorted(self.roster.seen.items())
+            ],
             "ranks": [[*key, *ranks.seen] for key, ranks in sorted(self._ranks.items())],
         }
 

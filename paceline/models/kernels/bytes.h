@@ -358,8 +358,9 @@ NOINLINE void multiply_bytes(const struct product_of_bytes *m)
     const int group = group_size(rows, 0), all = (int)(t->outputs + WIDTH - 1) / WIDTH;
     const int groups = (all + group - 1) / group;
     /* One panel after the other is one long stream, which the processor reads ahead by itself, as it does
-     * all streams of one row. */
-    const int lines = BYTE_PANELS(1) == 1 || (W == 16 && rows == 1) ? INT32_MAX : inputs / 4;
+     * all streams of one row that are not short. */
+    const int itself = BYTE_PANELS(1) == 1 || (W == 16 && rows == 1 && inputs > 512);
+    const int lines = itself ? INT32_MAX : inputs / 4;
     const size_t panel = sizeof(struct byte_panel) + (size_t)inputs * WIDTH;
     const int most = tiles ? TILE_ROWS : BYTE_ROWS;
     const int blocks = (rows + most - 1) / most, count = rows < most ? rows : most;

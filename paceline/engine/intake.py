@@ -19,7 +19,7 @@ from paceline.lengths.auto import workload_of
 from paceline.lengths.base import LengthContext
 from paceline.lengths.experience import CROWD, RankRates, crowded, experience_of
 from paceline.methods import ACCEPTANCE_RULES, AUTO_CHOICES, Method
-from paceline.plan import Plan, resolve, trained_rule
+from paceline.plan import AR_PLAN, Plan, resolve, trained_rule
 from paceline.request import Request, check_adapter
 from paceline.sampling import SamplingParams
 from paceline.session import Session
@@ -98,6 +98,8 @@ class Intake:
         _check_min_tokens(session)
         if session.constraint is None:  # else siblings that it forbids are missing in drafts
             session.ranks = ranks
+            if plan.method.reads_constraint and not plan.method.uses:  # nothing is forced
+                session.length_controller = AR_PLAN.new_length_controller()
         if committed:
             session.resume(committed)
         return self._taken(session, request)

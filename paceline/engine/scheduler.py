@@ -355,7 +355,9 @@ class Scheduler:
         self._book.steps.append(seconds)
         num_read = sum(count for _, count in prefill)
         self._pace.observe(seconds, len(rounds), num_read)
-        self._wait.prompts_read(num_read, seconds)
+        # A step that reads all there is could have read more: it tells nothing of how long more takes.
+        if any(map(self._target.prefill_left, self.in_state(SessionState.PREFILLING))):
+            self._wait.prompts_read(num_read, seconds)
         if self._shares.contested:
             drafted = ((session, 1 + outcome.draft.num_nodes) for session, outcome in rounds)
             self._shares.charge(seconds, [*drafted, *prefill])

@@ -12,8 +12,8 @@ class WaitEstimate:
     """Seconds until a new request has a place, and until its prompt is read.
 
     Sessions that end give places; the estimate is the mean time between two of them, measured while
-    others wait. Prompts are read at the rate of the steps that read any. Nothing measured is no
-    wait: a request is not refused on a guess.
+    others wait. Prompts are read at the rate of the steps that leave some of them unread. Nothing
+    measured is no wait: a request is not refused on a guess.
 
     Args:
         clock: seconds.

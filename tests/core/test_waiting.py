@@ -186,6 +186,19 @@ def test_an_idle_engine_refuses_nothing(tiny_folder: Path) -> None:
     assert ends(engine, [session]) == [session]
 
 
+def test_only_steps_that_leave_prompts_unread_tell_how_fast_they_are_read(
+    tiny_folder: Path,
+) -> None:
+    """One new token beside 60 sessions is no sign that a token takes a whole step."""
+    engine = small_engine(tiny_folder, limits=EngineLimits(prefill_chunk=16)).engine
+    submit(engine, 0, length=10)
+    engine.step()
+    assert engine.scheduler._wait.seconds(0, 1000) == 0.0
+    submit(engine, 1, length=100)
+    engine.step()
+    assert engine.scheduler._wait.seconds(0, 1000) > 0.0
+
+
 def test_prompts_ahead_count(tiny_folder: Path) -> None:
     engine = small_engine(tiny_folder, limits=EngineLimits(max_wait_s=3.0)).engine
     engine.scheduler._wait.prompts_read(100, 1.0)

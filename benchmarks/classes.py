@@ -38,6 +38,7 @@ from paceline.chat import conversation, encode_chat, encode_prompt, template_of
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine
 from paceline.loading import limit_threads, load_engine
+from paceline.memory import keep_loaded
 from paceline.model_names import resolve_model
 from paceline.request import Request
 from paceline.sampling import SamplingParams
@@ -287,6 +288,7 @@ def main() -> None:
     target = None if options.target == "demo" else options.target
     names = dict.fromkeys(m for kind in ("", *MORE) for m in methods_of(kind, singles))
     engines = {method: load_engine(target, dtype="auto") for method in names}
+    keep_loaded()  # as a replica does: to look through all of it stops a request for 0.1 s
     tokenizer = engines["ar"].tokenizer
     assert tokenizer is not None
     template = template_of(resolve_model(options.target), None)

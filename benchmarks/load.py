@@ -35,6 +35,7 @@ from paceline.deployments.config import LimitsConfig
 from paceline.engine import Engine, EngineLimits
 from paceline.errors import ResourceExhausted
 from paceline.loading import limit_threads
+from paceline.memory import keep_loaded
 from paceline.model_names import resolve_model
 from paceline.profile import LoadCosts
 from paceline.request import Request
@@ -244,6 +245,7 @@ def clients(engine: Engine, options: argparse.Namespace) -> None:
         each.intake.prepare(config)
         if name != "ar" and isinstance(each.length_context.measure, LoadCosts):
             each.length_context.measure.prepare()  # as a target replica does before it is ready
+    keep_loaded()
     print(
         "clients  tok/s AR   x AR, median (range)   by processor time    first token s, AR: p50 p99"
         "   auto: p50 p99   refused AR, auto  identical"

@@ -355,7 +355,7 @@ class Scheduler:
         self._book.steps.append(seconds)
         num_read = sum(count for _, count in prefill)
         self._pace.observe(seconds, len(rounds), num_read)
-        # A step that reads all there is could have read more: it tells nothing of how long more takes.
+        # A step that reads all there is could have read more: it does not tell how long more takes.
         if any(map(self._target.prefill_left, self.in_state(SessionState.PREFILLING))):
             self._wait.prompts_read(num_read, seconds)
         if self._shares.contested:

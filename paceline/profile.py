@@ -425,8 +425,7 @@ class LoadCosts:
 
     def __call__(self) -> CostProfile | None:
         """The costs; None where they cannot be measured now."""
-        if self._profile is None:
-            self._profile = self._find()
+        self.prepare()
         if self.remote is not None and self._profile is not None and not self._profile.methods:
             self._profile = self._with_remote(self._profile, self.remote)
         return self._profile

@@ -193,7 +193,6 @@ def digest_tensors(
             reading.append(pool.submit(bytes, header))
             if isinstance(tensor, InParts):
                 reading.extend(_digest_parts(tensor.parts, pool))
-                give_back()  # glibc would keep what the parts were made in: some 100 MB by the end
                 continue
             data = _bytes_of(tensor)
             for start in range(0, len(data), _CHUNK_BYTES):
@@ -223,9 +222,11 @@ def _digest_parts(
                 reading.result()
                 yield pool.submit(piece.digest)
                 piece, left = hashlib.blake2b(), _CHUNK_BYTES
+                give_back()  # glibc would keep what the parts were made in: some 100 MB by the end
     if reading is not None and left < _CHUNK_BYTES:
         reading.result()
         yield pool.submit(piece.digest)
+    give_back()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

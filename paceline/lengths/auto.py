@@ -68,7 +68,7 @@ WORTH_MEMORY = 0.9  # decay of what a quick drafter's drafts have saved, for eac
 REACHED = 0.7  # probability that all tokens before a draft's next one are right
 MOST_SURE = 0.9  # highest confidence that a draft must have to go on
 PATIENCE_S = 0.08  # longest wait for a draft of another process
-NOTHING = Budget(0, 0)
+NOTHING, NO_PICK = Budget(0, 0), Pick(None, 0)
 LONG_PROMPT = 512  # tokens: there is much to copy from
 
 
@@ -300,12 +300,11 @@ class Auto:
         self._found: dict[str, Draft] = {}
         self._costs: dict[str, tuple[float, float, float]] = {}  # of models, in this round
         self._credit = 0.0  # seconds that may be spent on learning
-        self._session: SessionView | None = None
         self._pace, self._rest = _Pace(MEMORY), Rest()
         self._stop = ConfidenceStop(1, 0.0)
         self.stop_rule: StopRule | None = self._stop
         self._promise: _Promise | None = None
-        self._pick, self._workload, self._num_ar = Pick(None, 0), "", 0
+        self._pick, self._workload, self._num_ar = NO_PICK, "", 0
 
     # --- as a length controller ----------------------------------------------------------------
 
@@ -314,31 +313,35 @@ class Auto:
         self._workload = self._workload or workload_of(
             session.prompt_length, bool(session.prediction), session.params
         )
-        self._judge(session.token_ids)
-        self._session, self._load, self._step = session, load, self._known.learnt.step(load)
-        self._step.first = self._step.first or session.session_id
+        if self._unjudged:
+            self._judge(session.token_ids)
+        self._step = step = self._known.learnt.step(load)
+        self._session, self._load = session, load
+        step.first = step.first or session.session_id
         self._room = min(self._longest, session.remaining - 1)
-        self._looked, self._found, self._costs = [], {}, {}
-        self._pick, self._promise = Pick(None, 0), None
-        if self._room <= 0 or self._step.measures_ar or self._rest.goes_on():
+        self._pick, self._promise = NO_PICK, None
+        if self._room <= 0 or step.measures_ar or self._rest.goes_on():
             self._num_ar += 1
-            self._step.asked.append(NOTHING)
+            step.asked.append(NOTHING)
             return NOTHING
-        self._step.num_looking += 1
+        step.num_looking += 1
+        self._looked, self._found, self._costs = [], {}, {}
         return Budget(self._room, self._room, portfolio=self, patience_s=PATIENCE_S)
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
         """As :meth:`paceline.lengths.base.LengthController.observe`."""
-        if not self._step.asked:  # the drafter failed before it asked
-            self._step.asked.append(NOTHING)
-        if not self._step.recorded and self._step.num_looking and not self._step.more_than_looks:
-            self._known.looked(draft_seconds / self._step.num_looking)
-        self._known.learnt.record(self._step, outcome, draft_seconds, verify_seconds)
+        step, known = self._step, self._known
+        if not step.asked:  # the drafter failed before it asked
+            step.asked.append(NOTHING)
+        if not step.recorded:
+            if step.num_looking and not step.more_than_looks:
+                known.looked(draft_seconds / step.num_looking)
+            known.learnt.record(step, outcome, draft_seconds, verify_seconds)
         seconds = draft_seconds + verify_seconds
         share = LEARNING_SHARE * seconds
         self._credit = min(self._credit + share, MOST_CREDIT * share)
-        seconds += self._known.learnt.overhead
-        self._known.pace.add(len(outcome.token_ids), seconds)
+        seconds += known.learnt.overhead
+        known.pace.add(len(outcome.token_ids), seconds)
         self._pace.add(len(outcome.token_ids), seconds)
         if self._pick.drafter is not None:
             self._candidates[self._pick.drafter].num_accepted += outcome.num_accepted
@@ -408,9 +411,8 @@ class Auto:
             self._stop.threshold = self._least_sure(chosen, depth, speed)
         look = self._load.num_running * self._known.look / max(1, len(self._looked)) / verify[0]
         costs = dict.fromkeys(drafters, HEAD_COST) | dict.fromkeys(self._looked, look)
-        workload = crowded(self._workload, self._load.num_running)
-        lead, worth = lead / verify[0], speed * verify[0]
-        self._promise = _Promise(workload, costs, chosen, lead, best.tokens, worth)
+        workload, worth = crowded(self._workload, self._load.num_running), speed * verify[0]
+        self._promise = _Promise(workload, costs, chosen, lead / verify[0], best.tokens, worth)
         probe = self._probe([name for name in drafters if name != chosen])
         self._step.asked.append(Budget(depth, depth))
         self._step.has_shadow |= probe is not None
@@ -464,7 +466,7 @@ class Auto:
         Returns:
             Rounds without a draft, milliseconds of one, and each drafter's :meth:`_Candidate.told`.
         """
-        verify = self._known.verify(self._load) if self._session is not None else [0.0]
+        verify = self._known.verify(self._load) if self._workload else [0.0]
         return {
             "workload": self._workload,
             "ar_rounds": self._num_ar,
@@ -516,7 +518,6 @@ class Auto:
 
     def _cost_now(self, drafter: str) -> tuple[float, float, float]:
         session = self._session
-        assert session is not None
         unknown = UNKNOWN_COST * self._known.verify(self._load)[0], 0.0
         first, slope = self._known.draft(drafter, self._load) or unknown
         behind = session.length - self._candidates[drafter].length
@@ -540,7 +541,6 @@ class Auto:
     def _probe(self, drafters: Sequence[str]) -> tuple[str, int] | None:
         """A model that drafts beside the round, if there is time to learn something."""
         session = self._session
-        assert session is not None
         if not drafters:
             return None
         drafter = min(drafters, key=lambda name: self._candidates[name].length)
@@ -558,7 +558,6 @@ class Auto:
     ) -> None:
         """Have a draft judged, which follows ``start`` committed tokens (None: all)."""
         session, kind = self._session, self._class(drafter)
-        assert session is not None
         start = session.length if start is None else start
         self._unjudged.append(_Unjudged(drafter, kind, start, tokens, asked, first))
 

@@ -24,14 +24,17 @@ def test_looks_that_save_nothing_become_rare() -> None:
     rest = Rest()
     first = int(FIRST_ROUNDS * ROUND / DEAR) + 1
     assert looks(rest, first) == first
-    assert looks(rest, 40) < 12
-    assert looks(rest, 110) == 10  # each takes a hundredth of 11 rounds at most
+    longest = int(DEAR / (NEGLIGIBLE * ROUND))
+    assert looks(rest, 2 * longest) < 12
+    assert looks(rest, 10 * (longest + 1)) == 10
 
 
 def test_the_dearer_a_look_the_longer_the_rest() -> None:
     rest = Rest()
-    looks(rest, 100, cost=0.305 * ROUND)
-    assert looks(rest, 310, cost=0.305 * ROUND) == 10
+    longest = 31
+    cost = (longest + 0.5) * NEGLIGIBLE * ROUND
+    looks(rest, 100, cost=cost)
+    assert looks(rest, 10 * (longest + 1), cost=cost) == 10
     first = int(math.log2(MOST_ROUNDS)) + 1  # while rests grow
     assert looks(Rest(), 6500, cost=3 * ROUND) <= first + 6500 / (MOST_ROUNDS + 1)
 
@@ -60,3 +63,18 @@ def test_it_ends_when_a_draft_was_right() -> None:
     assert not rest.goes_on()
     rest.looked(20 * DEAR, DEAR, ROUND)
     assert looks(rest, 10, saved=2 * DEAR) == 10
+
+
+def test_a_right_draft_that_still_is_not_worth_it_ends_one_rest() -> None:
+    rest = Rest()
+    looks(rest, 200)
+    count = 0
+    for _ in range(2100):
+        rest.end()
+        count += looks(rest, 1)
+    assert count <= 2 + 2100 / DEAR * NEGLIGIBLE * ROUND
+    looks(rest, 21, saved=DEAR)  # worth it now
+    while not rest.goes_on():
+        rest.looked(0.0, DEAR, ROUND)
+    rest.end()
+    assert not rest.goes_on()

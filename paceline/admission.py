@@ -9,6 +9,8 @@ before age: a session with a higher number gives way first.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from paceline.session import Session
 from paceline.types import Need
 
@@ -58,6 +60,38 @@ class PrefillPace:
     def room(self, any_decoding: bool) -> int:
         """Most prompt tokens that the next step reads."""
         return int(self._room) if any_decoding and self._stretch else self._most
+
+    def share(
+        self,
+        prefilling: Sequence[Session],
+        num_left: Callable[[Session], int],
+        any_decoding: bool,
+    ) -> list[tuple[Session, int]]:
+        """How many prompt tokens of which sessions the next step reads.
+
+        Half of the room is for the prompt that has waited longest, so that each is read in the end;
+        the rest for those with least left, which gives the most prompts their first token soon.
+        Priorities come before both.
+
+        Args:
+            prefilling: the oldest first.
+        """
+        if not prefilling:
+            return []
+        left = {session.session_id: num_left(session) for session in prefilling}
+        oldest = min(prefilling, key=lambda session: session.priority)
+        shortest = sorted(prefilling, key=lambda s: (s.priority, left[s.session_id]))
+        room = self.room(any_decoding)
+        kept = min((room + 1) // 2, left[oldest.session_id])
+        room -= kept
+        chosen = []
+        for session in shortest:
+            mine = kept if session is oldest else 0
+            more = min(left[session.session_id] - mine, room)
+            room -= more
+            if mine + more:
+                chosen.append((session, mine + more))
+        return chosen
 
     def observe(self, seconds: float, num_decoding: int, num_tokens: int) -> None:
         """Learn from a step that verified for ``num_decoding`` sessions and read ``num_tokens``."""

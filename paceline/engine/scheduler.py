@@ -15,6 +15,7 @@ from paceline.batching import STRATEGIES, Batching, BatchStrategy
 from paceline.counters import CounterBook
 from paceline.engine.drafting import Drafting
 from paceline.engine.fairness import WAIT_S, FairShares
+from paceline.engine.returns import Returns
 from paceline.engine.waiting import WaitEstimate
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.session import Session, SessionState
@@ -22,6 +23,8 @@ from paceline.target import Target
 from paceline.types import Load, Outcome
 
 logger = logging.getLogger(__name__)
+EXPECTED_QUEUES = 4
+"""Refused sessions that are expected back, in full queues."""
 MASK_WAIT_S = 0.005
 """Seconds that a step waits for the masks of constraints, all together."""
 MASK_LOOK_S = 0.001
@@ -89,6 +92,7 @@ class Scheduler:
         self._max_waiting = limits.max_waiting
         self._max_wait_s = limits.max_wait_s
         self._wait = WaitEstimate()
+        self._returns = Returns(EXPECTED_QUEUES * limits.max_waiting)
         self._waiting: deque[Session] = deque()
         self._admission = KvAdmission(target.kv_capacity, limits.max_sessions)
         self._pace = PrefillPace(limits.prefill_chunk, limits.prefill_stretch)
@@ -118,21 +122,41 @@ class Scheduler:
             InvalidArgument: its id is in use.
             ResourceExhausted: the queue is full, or the first token would come too late.
         """
-        if len(self._waiting) >= self._max_waiting:
-            self.admit()  # some of them may fit already and wait only for the next step
-        if len(self._waiting) >= self._max_waiting:
-            waiting = Counter(each.tenant for each in self._waiting)
-            if not self._shares.may_wait(session, waiting, self._max_waiting):
-                raise ResourceExhausted(f"{len(self._waiting)} sessions are waiting already")
         if session.session_id in self.sessions:
             raise InvalidArgument("session_id", session.session_id, "an id that is not in use")
-        self._check_wait(session)
+        key = (session.tenant, session.priority), lambda: hash(tuple(session.token_ids))
+        num_first = self._returns.num_before(*key)
+        try:
+            self._check_queue(session, num_first)
+            self._check_wait(session, num_first)
+        except ResourceExhausted as error:
+            error.retry_after_s = self._returns.promise(*key, error.retry_after_s)
+            raise
+        self._returns.came(*key)
         self.sessions[session.session_id] = session
         self._shares.add(session)
         self._waiting.append(session)
 
-    def _check_wait(self, session: Session) -> None:
-        """Refuse a new session that would wait too long."""
+    def _check_queue(self, session: Session, num_first: int) -> None:
+        """Refuse a session if the queue is full.
+
+        Args:
+            num_first: refused ones that come back before it; half of the queue is kept for them.
+        """
+        room = self._max_waiting - min(num_first, self._max_waiting // 2)
+        if len(self._waiting) >= room:
+            self.admit()  # some of them may fit already and wait only for the next step
+        if len(self._waiting) < room:
+            return
+        waiting = Counter(each.tenant for each in self._waiting)
+        if not self._shares.may_wait(session, waiting, room):
+            raise ResourceExhausted(
+                f"{len(self._waiting)} sessions are waiting already",
+                retry_after_s=self._wait.seconds(1 + num_first, 0),
+            )
+
+    def _check_wait(self, session: Session, num_first: int) -> None:
+        """Refuse a session that would wait too long; those that come back go first."""
         if self._max_wait_s is None or self.is_idle:
             return
         prefilling = self.in_state(SessionState.PREFILLING)
@@ -146,11 +170,13 @@ class Scheduler:
             num_ahead = min(1 + len(ahead), turns)
             num_tokens += sum(each.num_to_read for each in ahead[:num_ahead])
         seconds = self._wait.seconds(num_ahead, num_tokens)
+        if seconds > self._max_wait_s / 2:  # else there is room, if they come or not
+            seconds = self._wait.seconds(num_ahead + num_first, num_tokens)
         if seconds > self._max_wait_s:
             raise ResourceExhausted(
                 f"the first token would come after about {seconds:.0f} s ({len(self._waiting)} "
                 f"sessions wait for a place); the limit is {self._max_wait_s:g} s",
-                retry_after_s=max(1.0, seconds - self._max_wait_s),
+                retry_after_s=seconds - self._max_wait_s,
             )
 
     def remove(self, session: Session) -> None:
@@ -232,32 +258,13 @@ class Scheduler:
     # --- steps ----------------------------------------------------------------------------------
 
     def share_prefill(self) -> list[tuple[Session, int]]:
-        """How many prompt tokens of which sessions to read in this step.
-
-        Half of the room is for the prompt that has waited longest, so that each is read in the end;
-        the rest for those with least left, which gives the most prompts their first token soon.
-        Priorities come before both.
-        """
+        """How many prompt tokens of which sessions to read in this step."""
         prefilling = self.in_state(SessionState.PREFILLING)
         if prefilling and self._shares.contested:
             served = self._shares.served(self._could_run())
             prefilling = [session for session in prefilling if session.tenant in served]
-        if not prefilling:
-            return []
-        left = {session.session_id: self._target.prefill_left(session) for session in prefilling}
-        oldest = min(prefilling, key=lambda session: session.priority)
-        shortest = sorted(prefilling, key=lambda s: (s.priority, left[s.session_id]))
-        room = self._pace.room(self._admission.num_admitted > len(prefilling))
-        kept = min((room + 1) // 2, left[oldest.session_id])
-        room -= kept
-        chosen = []
-        for session in shortest:
-            mine = kept if session is oldest else 0
-            more = min(left[session.session_id] - mine, room)
-            room -= more
-            if mine + more:
-                chosen.append((session, mine + more))
-        return chosen
+        any_decoding = self._admission.num_admitted > len(prefilling)
+        return self._pace.share(prefilling, self._target.prefill_left, any_decoding)
 
     def _could_run(self) -> list[Session]:
         """The sessions that a step could serve now."""

@@ -99,6 +99,9 @@ def test_a_server_at_twice_its_load(model_folder: Path) -> None:
         assert len(admitted) + len(refused) == 5 * 2 * (PLACES + QUEUE)
         assert len(refused) >= 5
         assert all(error.retry_after_s and error.retry_after_s > 0 for error in refused)
+        # Half of the queue is kept for those that were refused, until their time is over.
+        returns = thread.engine.scheduler._returns
+        assert eventually(lambda: not returns.num_before(("", 0), lambda: 0), 15)
         # On the wire it is RESOURCE_EXHAUSTED with RetryInfo, which HTTP makes 429 of.
         long = SamplingParams(max_tokens=400, ignore_eos=True)
         running = [client.generate([1], long, AR) for _ in range(PLACES + QUEUE)]

@@ -85,7 +85,7 @@ class Engine:
         self.intake = Intake(
             target, self.drafters, self.catalogue,
             tokenizer=tokenizer, eos_token_ids=self.eos_token_ids,
-            num_sessions=lambda: len(self.scheduler.sessions),
+            num_sessions=lambda: min(len(self.sessions), self.limits.max_sessions - 1),
             length_context=replace(
                 length_context or LengthContext(),
                 shadow_share=self.drafting.shadow_share,

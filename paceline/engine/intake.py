@@ -17,7 +17,7 @@ from paceline.engine.scores import ScoredTree
 from paceline.errors import InvalidArgument, ResourceExhausted
 from paceline.lengths.auto import workload_of
 from paceline.lengths.base import LengthContext
-from paceline.lengths.experience import CROWD, RankRates, crowded, experience_of
+from paceline.lengths.experience import CROWD, RankRates, experience_of
 from paceline.methods import ACCEPTANCE_RULES, AUTO_CHOICES, Method
 from paceline.plan import AR_PLAN, Plan, resolve, trained_rule
 from paceline.request import Request, check_adapter
@@ -243,7 +243,6 @@ class Intake:
         roster = experience_of(self.length_context).roster
         workload = workload_of(len(request.prompt_ids), bool(request.prediction), request.params)
         num_sessions = self._num_sessions() + 1
-        workload = crowded(workload, num_sessions)
         for methods in AUTO_CHOICES:
             for method in (self._catalogue[name] for name in methods if name in self._catalogue):
                 if (
@@ -256,7 +255,8 @@ class Intake:
                     if method.needs and not self._reads_little(name, request):
                         break
                     # A request with a prediction asks for its drafter.
-                    if not costs or method.reads_prediction or roster.joins(name, workload):
+                    is_free = not costs or method.reads_prediction
+                    if is_free or roster.joins(name, workload, num_sessions):
                         names.append(name)
                     break
         return config.model_copy(update={DRAFTERS.name: tuple(names) or None})

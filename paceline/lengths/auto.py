@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from paceline.drafters.base import DRAFTERS
 from paceline.lengths.base import (
     LENGTH_MAX,
     LENGTH_MIN,
@@ -291,12 +292,13 @@ class Auto:
 
     def __init__(self, bounds: LengthBounds, config: Knobs, context: LengthContext) -> None:
         self._longest = min(bounds.longest, bounds.nodes)
+        self._most = self._longest if config[DRAFTERS] else 0
         self._known = context.shared(
             ("auto", self._longest), lambda: _Known(self._longest, context)
         )
         self._candidates: dict[str, _Candidate] = defaultdict(_Candidate)
         self._unjudged: list[_Unjudged] = []
-        self._looked: list[str] = []  # quick drafters that were asked in this round
+        self._looked: dict[str, float] = {}  # quick drafters asked now; seconds to read a prompt
         self._found: dict[str, Draft] = {}
         self._costs: dict[str, tuple[float, float, float]] = {}  # of models, in this round
         self._credit = 0.0  # seconds that may be spent on learning
@@ -318,14 +320,14 @@ class Auto:
         self._step = step = self._known.learnt.step(load)
         self._session, self._load = session, load
         step.first = step.first or session.session_id
-        self._room = min(self._longest, session.remaining - 1)
+        self._room = min(self._most, session.remaining - 1)
         self._pick, self._promise = NO_PICK, None
         if self._room <= 0 or step.measures_ar or self._rest.goes_on():
             self._num_ar += 1
             step.asked.append(NOTHING)
             return NOTHING
         step.num_looking += 1
-        self._looked, self._found, self._costs = [], {}, {}
+        self._looked, self._found, self._costs = {}, {}, {}
         return Budget(self._room, self._room, portfolio=self, patience_s=PATIENCE_S)
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
@@ -369,11 +371,11 @@ class Auto:
 
     def found(self, drafter: str, draft: Draft, seconds: float) -> None:
         """As :meth:`paceline.types.Portfolio.found`."""
-        self._looked.append(drafter)
         if self._candidates[drafter].asks > 1:
             self._known.asked(drafter, seconds)
+            self._looked[drafter] = 0.0
         else:  # it has read the prompt as well
-            self._step.more_than_looks = True
+            self._step.more_than_looks, self._looked[drafter] = True, seconds
         if draft.num_nodes and is_chain(draft.parent_indices):
             self._found[drafter] = draft
             self._await(drafter, draft.token_ids.tolist(), draft.num_nodes)
@@ -409,8 +411,9 @@ class Auto:
         else:
             self._candidates[chosen].num_picked += 1
             self._stop.threshold = self._least_sure(chosen, depth, speed)
-        look = self._load.num_running * self._known.look / max(1, len(self._looked)) / verify[0]
-        costs = dict.fromkeys(drafters, HEAD_COST) | dict.fromkeys(self._looked, look)
+        look, ar = self._known.look / max(1, len(self._looked)), verify[0] / self._load.num_running
+        costs = dict.fromkeys(drafters, HEAD_COST)
+        costs |= {name: (look + reading) / ar for name, reading in self._looked.items()}
         workload, worth = crowded(self._workload, self._load.num_running), speed * verify[0]
         self._promise = _Promise(workload, costs, chosen, lead / verify[0], best.tokens, worth)
         probe = self._probe([name for name in drafters if name != chosen])
@@ -540,13 +543,12 @@ class Auto:
 
     def _probe(self, drafters: Sequence[str]) -> tuple[str, int] | None:
         """A model that drafts beside the round, if there is time to learn something."""
-        session = self._session
         if not drafters:
             return None
         drafter = min(drafters, key=lambda name: self._candidates[name].length)
         depth = min(self._longest_of(drafter), 4)
         first, slope, _ = self._cost(drafter)
-        behind = session.length - self._candidates[drafter].length
+        behind = self._session.length - self._candidates[drafter].length
         price = first + slope * depth + self._known.read(drafter, self._load) * behind
         if self._credit < price:
             return None

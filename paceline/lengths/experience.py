@@ -9,7 +9,7 @@ nothing of any text. As a document it outlives the engine and goes to others
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from paceline.errors import InvalidArgument
@@ -181,11 +181,19 @@ class Roster:
         self.seen: dict[tuple[str, str], Balance] = {}  # by kind of prompt, and drafter
         self._refused: dict[tuple[str, str], int] = {}
 
-    def joins(self, drafter: str, workload: str) -> bool:
-        """Whether a new session of that kind of prompt (:func:`crowded`) has the drafter."""
-        key = workload, drafter
-        known = self.seen.get(key, Balance())
-        if known.rounds < TRIAL_ROUNDS or known.saved >= known.cost:
+    def joins(self, drafter: str, workload: str, num_sessions: int) -> bool:
+        """Whether a new session of that kind of prompt has the drafter, as one of so many sessions.
+
+        Where that many sessions are new, the nearest number that is known counts.
+        """
+        for kind in _crowds(workload, num_sessions):
+            key = kind, drafter
+            known = self.seen.get(key, Balance())
+            if known.rounds >= TRIAL_ROUNDS:
+                break
+        else:
+            return True
+        if known.saved >= known.cost:
             return True
         self._refused[key] = refused = self._refused.get(key, 0) + 1
         return refused % TRY_AGAIN == 0
@@ -302,6 +310,19 @@ def check_document(text: str) -> None:
 def crowded(workload: str, num_sessions: int) -> str:
     """A kind of prompt in a batch: drafts pay in small ones, where more rows cost little."""
     return workload if num_sessions < CROWD else f"{workload}, {1 << num_sessions.bit_length()}"
+
+
+def _crowds(workload: str, num_sessions: int) -> Iterator[str]:
+    """As :func:`crowded`, and then with other numbers of sessions that form a crowd, nearest first.
+
+    What pays alone says nothing of a batch, and the other way round.
+    """
+    yield crowded(workload, num_sessions)
+    if num_sessions >= CROWD:
+        for factor in (2**n for n in range(1, 9)):
+            yield crowded(workload, num_sessions * factor)
+            if num_sessions // factor >= CROWD:
+                yield crowded(workload, num_sessions // factor)
 
 
 def experience_of(context: LengthContext) -> Experience:

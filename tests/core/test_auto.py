@@ -29,6 +29,7 @@ from paceline.lengths.auto import LEARNING_SHARE, Auto, _Known
 from paceline.lengths.base import LengthContext, length_bounds
 from paceline.lengths.experience import (
     MOST_WEIGHT,
+    TRIAL_ROUNDS,
     TRY_AGAIN,
     Experience,
     Roster,
@@ -478,9 +479,20 @@ def test_what_a_drafter_saved_counts_against_what_it_cost() -> None:
     roster = Roster()
     for chosen in ("a", None, None, None) * 25:
         roster.count("short", {"a": 0.04, "b": 0.04}, chosen, 0.2)
-    assert all(roster.joins("a", "short") for _ in range(TRY_AGAIN))  # 5 rounds for 4
-    assert sum(roster.joins("b", "short") for _ in range(2 * TRY_AGAIN)) == 2
-    assert all(roster.joins("b", "long") for _ in range(TRY_AGAIN))  # nothing known
+    assert all(roster.joins("a", "short", 1) for _ in range(TRY_AGAIN))  # 5 rounds for 4
+    assert sum(roster.joins("b", "short", 1) for _ in range(2 * TRY_AGAIN)) == 2
+    assert all(roster.joins("b", "long", 1) for _ in range(TRY_AGAIN))  # nothing known
+
+
+def test_what_does_not_pay_in_a_crowd_does_not_join_another_one() -> None:
+    roster = Roster()
+    for _ in range(int(2 * TRIAL_ROUNDS)):
+        roster.count(crowded("short", 64), {"a": 0.1}, None, 0.0)
+        roster.count(crowded("short", 8), {"a": 0.1}, "a", 0.2)
+    for num_sessions in (40, 64, 128, 1000):
+        assert sum(roster.joins("a", "short", num_sessions) for _ in range(2 * TRY_AGAIN)) <= 2
+    for num_sessions in (4, 8, 12, 1):
+        assert all(roster.joins("a", "short", num_sessions) for _ in range(TRY_AGAIN))
 
 
 def test_drafters_can_be_made_before_the_first_request(demo: Engine, zoo: Path) -> None:

@@ -56,7 +56,7 @@ def test_times_and_numbers_are_bounded() -> None:
     assert returns.num_before(GROUP, one(99)) == 3
 
 
-# --- in an engine -----------------------------------------------------------------------------------
+# --- in an engine ---------------------------------------------------------------------------------
 
 
 def crowded(folder: Path) -> tuple[Engine, Clock]:

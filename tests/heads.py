@@ -35,6 +35,10 @@ def save_untrained(folder: Path, target_folder: Path, seed: int = 0) -> None:
     target = HeadTarget.from_folder(target_folder)
     for kind in HEADS:
         untrained(kind, target, seed).save(folder / kind)
+    _save_random_judge(folder, target)
+
+
+def _save_random_judge(folder: Path, target: HeadTarget) -> None:
     save_judge(folder, target.config.vocab_size, torch.randn(target.config.hidden_size))
 
 
@@ -55,9 +59,22 @@ def save_judge(folder: Path, vocab_size: int, weight: torch.Tensor, bias: float 
 @cache
 def untrained_heads(target_folder: Path) -> Path:
     """For a target; made once, removed at exit."""
+    folder = _folder_until_exit()
+    save_untrained(folder, target_folder)
+    return folder
+
+
+@cache
+def untrained_judge(target_folder: Path) -> Path:
+    """For a target; made once, removed at exit."""
+    folder = _folder_until_exit()
+    _save_random_judge(folder, HeadTarget.from_folder(target_folder))
+    return folder
+
+
+def _folder_until_exit() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="paceline-heads-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    save_untrained(folder, target_folder)
     return folder
 
 

@@ -9,6 +9,7 @@ from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
 from paceline.drafters.base import Drafter
 from paceline.engine import Engine, EngineLimits
+from paceline.lengths.base import LengthContext
 from paceline.methods import METHODS, Method
 from paceline.models.heads import HeadLibrary
 from paceline.models.llama import LlamaRunner
@@ -17,7 +18,7 @@ from paceline.session import Session
 from paceline.target import ModelTarget
 from tests.core.prompts import code_prompts
 from tests.fakes import WITH_FAKES, AlwaysRight, Mix, NeverRight
-from tests.heads import UntrainedHeads, untrained_heads
+from tests.heads import UntrainedHeads, untrained_heads, untrained_judge
 from tests.masked import masked_drafters
 
 BASE = SamplingParams(ignore_eos=True)
@@ -128,12 +129,19 @@ class Suite:
             tokenizer=self.demo.tokenizer,
             limits=EngineLimits(max_sessions=batch),
             catalogue=catalogue,
+            length_context=self._context(),
             heads=self._heads(),
         )
 
     def _masked(self) -> dict[str, Drafter]:
         """Random models that fill masks; the demo's target has one for `diffuspec` already."""
         return masked_drafters(self.demo.target.vocab_size)
+
+    def _context(self) -> LengthContext | None:
+        """What trained rules belong to the target; None: those that ship for the demo pair."""
+        if self._folder == TARGET_DIR:
+            return None
+        return LengthContext(heads=untrained_judge(self._folder))
 
     def _heads(self) -> HeadLibrary:
         runner = self.demo.target.runner

@@ -10,7 +10,7 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -196,7 +196,7 @@ def _folder_entry(name: str, folder: Path) -> ModelEntry:
         model_type=config["model_type"],
         dtype=quantised or _most(parameters),
         num_parameters=sum(parameters.values()),
-        context_length=int(config.get("max_position_embeddings") or config.get("n_positions") or 0),
+        context_length=_context_length(config),
         tokenizer=_tokenizer(folder),
         heads=tuple(kind for place in places for kind in _heads(place, config)),
     )
@@ -213,6 +213,14 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Sequence[int]]]:
         for name, tensor in header.items():
             if name != "__metadata__":
                 yield tensor["dtype"], tensor["shape"]
+
+
+def _context_length(config: Mapping[str, Any]) -> int:
+    """Tokens, by whichever key has them; 0: the model has no limit, or names it otherwise."""
+    text = config.get("text_config")  # where a model also sees or hears
+    places = (config, text) if isinstance(text, dict) else (config,)
+    names = ("max_position_embeddings", "n_positions")
+    return next((int(each[name]) for each in places for name in names if each.get(name)), 0)
 
 
 def _most(parameters: dict[str, int]) -> str:

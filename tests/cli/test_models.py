@@ -77,6 +77,18 @@ def test_what_is_listed(
         assert shown in table
 
 
+def test_the_context_of_a_model_that_also_sees(
+    cli: Cli, tmp_path: Path, drafter_folder: Path
+) -> None:
+    folder = tmp_path / "mine" / "sees"
+    shutil.copytree(drafter_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    text = {"max_position_embeddings": config.pop("max_position_embeddings")}
+    (folder / "config.json").write_text(json.dumps(config | {"text_config": text}))
+    found = listed(cli, "--folder", tmp_path / "mine")
+    assert found[str(folder)]["context_length"] == text["max_position_embeddings"] > 0
+
+
 def test_heads_that_fit(cli: Cli, tmp_path: Path, target_folder: Path) -> None:
     folder = tmp_path / "mine"
     shutil.copytree(target_folder, folder / "model", ignore=shutil.ignore_patterns("heads"))

@@ -91,7 +91,7 @@ class Scheduler:
         self._book = book
         self._max_waiting = limits.max_waiting
         self._max_wait_s = limits.max_wait_s
-        self._wait = WaitEstimate()
+        self._wait = WaitEstimate(limits.max_sessions)
         self._returns = Returns(EXPECTED_QUEUES * limits.max_waiting)
         self._waiting: deque[Session] = deque()
         self._admission = KvAdmission(target.kv_capacity, limits.max_sessions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-_MEMORY = 0.9  # decay of both measurements, for each one
+_MEMORY = 0.9  # decay of measurements, for each one
 
 
 class WaitEstimate:
@@ -16,10 +16,15 @@ class WaitEstimate:
     measured is no wait: a request is not refused on a guess.
 
     Args:
+        num_places: that the engine has. Where requests are alike, all of them may become free at
+            once, and none for a while: the mean is over as many.
         clock: seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, num_places: int = 1, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._place_memory = max(_MEMORY, 1.0 - 1.0 / num_places)
         self._clock = clock
         self._place_s = 0.0  # between two places that become free
         self._left_at: float | None = None
@@ -29,7 +34,7 @@ class WaitEstimate:
         """A session has left its place, for which ``num_waiting`` sessions wait."""
         now = self._clock()
         if self._left_at is not None and num_waiting:
-            self._place_s = _mean(self._place_s, now - self._left_at)
+            self._place_s = _mean(self._place_s, now - self._left_at, self._place_memory)
         self._left_at = now if num_waiting else None
 
     def prompts_read(self, num_tokens: int, seconds: float) -> None:
@@ -47,5 +52,5 @@ class WaitEstimate:
         return max(num_ahead * self._place_s, num_tokens * self._token_s)
 
 
-def _mean(before: float, value: float) -> float:
-    return _MEMORY * before + (1.0 - _MEMORY) * value if before else value
+def _mean(before: float, value: float, memory: float = _MEMORY) -> float:
+    return memory * before + (1.0 - memory) * value if before else value

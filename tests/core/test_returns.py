@@ -63,7 +63,7 @@ def crowded(folder: Path) -> tuple[Engine, Clock]:
     """One place, of which a new one becomes free every second; four may wait."""
     engine = small_engine(folder, limits=EngineLimits(max_sessions=1, max_waiting=4)).engine
     clock = Clock()
-    engine.scheduler._wait = wait = WaitEstimate(clock)
+    engine.scheduler._wait = wait = WaitEstimate(clock=clock)
     engine.scheduler._returns = Returns(100, clock)
     for _ in range(20):
         clock.now += 1.0

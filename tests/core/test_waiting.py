@@ -131,7 +131,7 @@ def test_prompts_with_a_lower_number_are_read_first(tiny_folder: Path) -> None:
 
 def test_the_estimate_of_a_wait() -> None:
     clock = Clock()
-    wait = WaitEstimate(clock)
+    wait = WaitEstimate(clock=clock)
     assert wait.seconds(10, 1000) == 0.0, "nothing is known"
     for _ in range(50):
         clock.now += 2.0
@@ -152,7 +152,7 @@ def engine_with_measured_places(folder: Path, **limits: Any) -> Engine:
     given = EngineLimits(**{"max_sessions": 2, "max_wait_s": 9.0, **limits})
     engine = small_engine(folder, limits=given).engine
     clock = Clock()
-    engine.scheduler._wait = wait = WaitEstimate(clock)
+    engine.scheduler._wait = wait = WaitEstimate(clock=clock)
     for _ in range(20):
         clock.now += 2.0
         wait.place_left(1)

@@ -21,11 +21,10 @@ class WaitEstimate:
         clock: seconds.
     """
 
-    def __init__(
-        self, num_places: int = 1, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, num_places: int = 1, clock: Callable[[], float] = time.perf_counter) -> None:
         self._place_memory = max(_MEMORY, 1.0 - 1.0 / num_places)
         self._clock = clock
+        self._num_gaps = 0
         self._place_s = 0.0  # between two places that become free
         self._left_at: float | None = None
         self._token_s = 0.0  # for each prompt token
@@ -34,7 +33,9 @@ class WaitEstimate:
         """A session has left its place, for which ``num_waiting`` sessions wait."""
         now = self._clock()
         if self._left_at is not None and num_waiting:
-            self._place_s = _mean(self._place_s, now - self._left_at, self._place_memory)
+            self._num_gaps += 1  # the first ones count alike: one alone says little
+            memory = min(self._place_memory, 1.0 - 1.0 / self._num_gaps)
+            self._place_s = memory * self._place_s + (1.0 - memory) * (now - self._left_at)
         self._left_at = now if num_waiting else None
 
     def prompts_read(self, num_tokens: int, seconds: float) -> None:
@@ -52,5 +53,5 @@ class WaitEstimate:
         return max(num_ahead * self._place_s, num_tokens * self._token_s)
 
 
-def _mean(before: float, value: float, memory: float = _MEMORY) -> float:
-    return memory * before + (1.0 - memory) * value if before else value
+def _mean(before: float, value: float) -> float:
+    return _MEMORY * before + (1.0 - _MEMORY) * value if before else value

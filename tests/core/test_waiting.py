@@ -147,6 +147,20 @@ def test_the_estimate_of_a_wait() -> None:
     assert wait.seconds(1, 10_000) == pytest.approx(50.0)
 
 
+def test_places_that_become_free_together_are_averaged() -> None:
+    """Requests that are alike end together: 64 at once, every eight seconds."""
+    clock = Clock()
+    wait = WaitEstimate(64, clock)
+    estimates = []
+    for _ in range(6):
+        clock.now += 8.0
+        for _ in range(64):
+            wait.place_left(40)
+            estimates.append(wait.seconds(1, 0))
+    assert not any(estimates[:64])  # nothing is known but that they leave at once
+    assert all(0.04 < each < 0.2 for each in estimates[64:])  # 0.125
+
+
 def engine_with_measured_places(folder: Path, **limits: Any) -> Engine:
     """Of two places one becomes free every two seconds."""
     given = EngineLimits(**{"max_sessions": 2, "max_wait_s": 9.0, **limits})

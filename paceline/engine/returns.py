@@ -6,8 +6,9 @@ import math
 import time
 from collections.abc import Callable, Hashable
 
-LONGEST_S = 60.0
-"""Seconds that a refused request is told at most: OpenAI's clients ignore longer waits."""
+LONGEST_S = 30.0
+"""Seconds that a refused request is told at most, in case the estimate was wrong. OpenAI's clients
+ignore more than 60."""
 EXPECTED_S = 2.0
 """Seconds after its time that a refused request is expected."""
 

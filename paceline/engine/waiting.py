@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 _MEMORY = 0.9  # decay of measurements, for each one
+_LEAST_GAPS = 16  # or as many as there are places: fewer say little
 
 
 class WaitEstimate:
@@ -24,7 +25,7 @@ class WaitEstimate:
     def __init__(self, num_places: int = 1, clock: Callable[[], float] = time.perf_counter) -> None:
         self._place_memory = max(_MEMORY, 1.0 - 1.0 / num_places)
         self._clock = clock
-        self._num_gaps = 0
+        self._num_gaps, self._least_gaps = 0, min(num_places, _LEAST_GAPS)
         self._place_s = 0.0  # between two places that become free
         self._left_at: float | None = None
         self._token_s = 0.0  # for each prompt token
@@ -33,7 +34,7 @@ class WaitEstimate:
         """A session has left its place, for which ``num_waiting`` sessions wait."""
         now = self._clock()
         if self._left_at is not None and num_waiting:
-            self._num_gaps += 1  # the first ones count alike: one alone says little
+            self._num_gaps += 1  # the first ones count alike
             memory = min(self._place_memory, 1.0 - 1.0 / self._num_gaps)
             self._place_s = memory * self._place_s + (1.0 - memory) * (now - self._left_at)
         self._left_at = now if num_waiting else None
@@ -50,7 +51,8 @@ class WaitEstimate:
             num_ahead: places that must become free for it.
             num_tokens: prompt tokens that are read before its first token, its own included.
         """
-        return max(num_ahead * self._place_s, num_tokens * self._token_s)
+        place_s = self._place_s if self._num_gaps >= self._least_gaps else 0.0
+        return max(num_ahead * place_s, num_tokens * self._token_s)
 
 
 def _mean(before: float, value: float) -> float:

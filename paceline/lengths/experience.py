@@ -27,6 +27,7 @@ FIRST_OF_MODEL, FIRST_OF_QUICK = 0.85, 0.6
 FIRST_OF_FORCED = 0.95  # what a constraint forces is wrong only where tokens are cut otherwise
 RELAY = "relay"  # what is looked up behind a model's draft
 TRIAL_ROUNDS = 64.0  # rounds of sessions with a drafter, until it is known whether it pays
+TRIAL_SESSIONS = 16  # of a crowd that try a drafter of which nothing is known
 HEAD_COST = 0.04  # rounds of AR in each round: a head reads the prompt and all that is committed
 CROWD = 4  # sessions, from which on drafters are judged by the number of sessions
 TRY_AGAIN = 16  # sessions, of which one has a drafter that did not pay for others
@@ -179,6 +180,7 @@ class Roster:
 
     def __init__(self) -> None:
         self.seen: dict[tuple[str, str], Balance] = {}  # by kind of prompt, and drafter
+        self._tried: dict[tuple[str, str], int] = {}
         self._refused: dict[tuple[str, str], int] = {}
 
     def joins(self, drafter: str, workload: str, num_sessions: int) -> bool:
@@ -190,10 +192,13 @@ class Roster:
             key = kind, drafter
             known = self.seen.get(key, Balance())
             if known.rounds >= TRIAL_ROUNDS:
+                pays = known.saved >= known.cost
                 break
-        else:
-            return True
-        if known.saved >= known.cost:
+        else:  # all of a crowd would wait for what each of them tries
+            key = crowded(workload, num_sessions), drafter
+            self._tried[key] = tried = self._tried.get(key, 0) + 1
+            pays = num_sessions < CROWD or tried <= TRIAL_SESSIONS
+        if pays:
             return True
         self._refused[key] = refused = self._refused.get(key, 0) + 1
         return refused % TRY_AGAIN == 0

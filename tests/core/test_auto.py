@@ -30,6 +30,7 @@ from paceline.lengths.base import LengthContext, length_bounds
 from paceline.lengths.experience import (
     MOST_WEIGHT,
     TRIAL_ROUNDS,
+    TRIAL_SESSIONS,
     TRY_AGAIN,
     Experience,
     Roster,
@@ -482,6 +483,13 @@ def test_what_a_drafter_saved_counts_against_what_it_cost() -> None:
     assert all(roster.joins("a", "short", 1) for _ in range(TRY_AGAIN))  # 5 rounds for 4
     assert sum(roster.joins("b", "short", 1) for _ in range(2 * TRY_AGAIN)) == 2
     assert all(roster.joins("b", "long", 1) for _ in range(TRY_AGAIN))  # nothing known
+
+
+def test_some_sessions_of_a_crowd_try_what_is_new() -> None:
+    roster = Roster()
+    joined = sum(roster.joins("a", "short", 64) for _ in range(16 * TRY_AGAIN))
+    assert joined == TRIAL_SESSIONS + 16 - TRIAL_SESSIONS // TRY_AGAIN
+    assert all(roster.joins("a", "long", 1) for _ in range(2 * TRIAL_SESSIONS))
 
 
 def test_what_does_not_pay_in_a_crowd_does_not_join_another_one() -> None:

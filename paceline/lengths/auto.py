@@ -20,7 +20,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.drafters.base import DRAFTERS
 from paceline.lengths.base import (
     LENGTH_MAX,
     LENGTH_MIN,
@@ -292,7 +291,7 @@ class Auto:
 
     def __init__(self, bounds: LengthBounds, config: Knobs, context: LengthContext) -> None:
         self._longest = min(bounds.longest, bounds.nodes)
-        self._most = self._longest if config[DRAFTERS] else 0
+        self._most = self._longest if getattr(config, "drafters", None) else 0
         self._known = context.shared(
             ("auto", self._longest), lambda: _Known(self._longest, context)
         )

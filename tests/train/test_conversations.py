@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from paceline.train.conversations import (
     BEGIN,
     END,
     KINDS,
+    MAX_GIVEN,
+    PASSAGE,
     QUESTION_TOKENS,
     Conversation,
     Dialogues,
     write_conversations,
 )
-from paceline.train.smollm2 import Report, model_card
+from paceline.train.smollm2 import CHAINS, Report, model_card
 
 
 class Letters:
@@ -37,9 +40,11 @@ class Letters:
 LETTERS: Any = Letters()
 
 
-def dialogues(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> Dialogues:
+def dialogues(
+    monkeypatch: pytest.MonkeyPatch, seed: int = 0, texts: Sequence[str] = ()
+) -> Dialogues:
     monkeypatch.setattr(conversations, "documentation", lambda: (["A text."], ["def f(): ..."]))
-    return Dialogues(LETTERS, ["How many?"], seed=seed, answer_tokens=70)
+    return Dialogues(LETTERS, ["How many?"], texts, seed=seed, answer_tokens=70)
 
 
 def test_every_kind_begins_as_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +64,23 @@ def test_every_kind_begins_as_it_should(monkeypatch: pytest.MonkeyPatch) -> None
     assert shares == pytest.approx(KINDS, abs=0.08)
     greedy = [talk.temperature == 0 for talk in talks if talk.answering]
     assert np.mean(greedy) == pytest.approx(0.6, abs=0.1)
+
+
+def test_questions_about_texts_from_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most questions about texts and passages are about those, and passages are short."""
+    texts = ["alpha " * 300, "beta " * 40]
+    made = dialogues(monkeypatch, texts=texts)
+    found = {"text": 0, "passages": 0}
+    for _ in range(300):
+        talk = made.begin()
+        said = LETTERS.decode(talk.tokens)
+        if talk.kind in found and ("alpha alpha" in said or "beta beta" in said):
+            found[talk.kind] += 1
+            most = PASSAGE + 6 if talk.kind == "passages" else MAX_GIVEN
+            assert max(len(run) for run in re.findall("(?:alpha ?)*", said)) <= most
+        elif talk.kind not in found:
+            assert "alpha" not in said
+    assert min(found.values()) > 20
 
 
 def test_a_turn_goes_on_ends_or_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,8 +134,10 @@ def test_the_card_says_what_was_measured() -> None:
         kind="eagle3", parameters=5_200_000, size=5_300_000, steps=10, tokens=2_000_000,
         seconds=90.0, device="a processor", measured={"all": row},
     )  # fmt: skip
-    card = model_card([report], {"own": 3, "text": 1}, 777, ["sums"])
-    assert "| 5.2 million | 5.3 MB | 10 | 2.0 million | 1.5 minutes on a processor |" in card
+    card = model_card(report, CHAINS, {"own": 3, "text": 1}, 777, ["sums"])
+    assert "5.2 million, 5.3 MB" in card
+    assert "10 steps, 2.0 million tokens, 1.5 minutes on a processor" in card
+    assert "16,384 of the target's tokens" in card
     assert "own 75%, text 25%" in card
-    assert "from sums" in card
-    assert "| `eagle3` | all | 2.50 | 0.700 | 0.600 | 0.500 | 0.400 | 0.300 | 1,234 |" in card
+    assert "Files: sums." in card
+    assert "| all | 2.50 | 0.700 | 0.600 | 0.500 | 0.400 | 0.300 | 1,234 |" in card

@@ -23,9 +23,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
+from paceline.errors import ModelNotFound
 from paceline.loading import load_runner
 from paceline.models.base import Segment
 from paceline.models.heads.base import HeadTarget
@@ -33,6 +35,7 @@ from paceline.models.heads.blocks import BlockLayer
 from paceline.models.heads.dspark import DSpark
 from paceline.models.heads.eagle3 import Eagle3
 from paceline.models.heads.layer import TargetLayers, all_layers
+from paceline.models.heads.storage import unpack
 from paceline.models.kernels import has_dots
 from paceline.models.llama import LlamaRunner
 from paceline.models.rope import rope_table
@@ -44,6 +47,10 @@ HELD_OUT = 25
 """One conversation in so many is not trained on."""
 STEP_WEIGHT = 0.85
 """Weight of a drafting step's loss over that of the step before."""
+GOING_ON = 0.5
+"""Learning rate of a head that goes on from an earlier one, over that of a new one."""
+SCALED = 64
+"""Conversations that the scale of the features is measured on."""
 MEASURED_DEPTH = 5
 LOGIT_ROWS = 4096
 """Places whose logits over the whole vocabulary are computed at once."""
@@ -324,6 +331,8 @@ class ChatTrainer(ABC, Generic[H]):
         batch_tokens: in a batch, about.
         checkpoint_seconds: between checkpoints.
         device: "cuda" computes there, with the target (:class:`Teacher`).
+        earlier: folder of a head of the same kind and sizes to go on from; its tokens are chosen
+            anew. None: from copies of the target's last layers.
     """
 
     head: H
@@ -341,6 +350,7 @@ class ChatTrainer(ABC, Generic[H]):
         checkpoint_seconds: float = 120.0,
         seed: int = 0,
         device: str = "cpu",
+        earlier: Path | None = None,
     ) -> None:
         work.mkdir(parents=True, exist_ok=True)
         self._device = torch.device(device)
@@ -364,6 +374,9 @@ class ChatTrainer(ABC, Generic[H]):
         if training[0].features is None:
             self._teacher = Teacher(target, options.features, self.head.vocabulary)
         self._scale = self._scale_of(training)
+        self._rate = 1.0 if earlier is None else GOING_ON
+        if earlier is not None:
+            self._load(earlier)
         # Without such instructions, bfloat16 takes many times as long as float32.
         self._narrow = self._device.type == "cuda" or has_dots()
         self._training, self._batch_tokens, self._seed = training, batch_tokens, seed
@@ -379,7 +392,7 @@ class ChatTrainer(ABC, Generic[H]):
     def _scale_of(self, talks: Sequence[Talk]) -> Tensor:
         """The root mean square of each feature: a residual stream has a few enormous ones."""
         total, count = torch.zeros((), dtype=torch.double, device=self._device), 0
-        for talk in talks[:: max(1, len(talks) // 256)]:
+        for talk in talks[:: max(1, len(talks) // SCALED)]:
             rows = self._batch([talk]).features[0, : len(talk.tokens)]
             total, count = total + rows.double().pow(2).sum(0), count + len(rows)
         return (total / count).sqrt().clamp_min(1e-3).float()
@@ -412,17 +425,24 @@ class ChatTrainer(ABC, Generic[H]):
         inner = [name for name, p in named.items() if p.ndim == 2 and name.startswith("layers.")]
         matrices = [p for name, p in named.items() if p.ndim == 2 and name not in inner]
         others = [p for p in head.parameters() if p.ndim != 2]
+        rate = self._rate
         optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(others, lr=3e-3, weight_decay=0.0, betas=(0.9, 0.97), fused=True)
+            torch.optim.AdamW(
+                others, lr=3e-3 * rate, weight_decay=0.0, betas=(0.9, 0.97), fused=True
+            )
         ]
         layers = [named[name] for name in inner]
         if self._device.type == "cuda":
-            optimizers.append(torch.optim.Muon(layers, lr=0.02, weight_decay=0.05, momentum=0.95))
+            optimizers.append(
+                torch.optim.Muon(layers, lr=0.02 * rate, weight_decay=0.05, momentum=0.95)
+            )
         else:
             # Muon learns more in a step, but takes half of a step of this size for itself.
             matrices += layers
         optimizers.append(
-            torch.optim.AdamW(matrices, lr=1.5e-3, weight_decay=0.02, betas=(0.9, 0.95), fused=True)
+            torch.optim.AdamW(
+                matrices, lr=1.5e-3 * rate, weight_decay=0.02, betas=(0.9, 0.95), fused=True
+            )
         )
         trainer = Trainer(
             self._work / "head.pt", head, optimizers, minutes=self._minutes,
@@ -490,6 +510,20 @@ class ChatTrainer(ABC, Generic[H]):
             }
             for kind, row in sorted(sums.items())
         }
+
+    def _load(self, folder: Path) -> None:
+        """The weights of a saved head, but for its vocabulary.
+
+        Raises:
+            ModelNotFound: they do not fit.
+        """
+        stored = unpack(load_file(str(folder / "model.safetensors")))
+        stored["vocabulary"] = self.head.vocabulary
+        try:
+            self.head.load_state_dict(stored)
+        except RuntimeError as error:
+            raise ModelNotFound(f"head folder {str(folder)!r} does not fit: {error}") from error
+        self.reads.weight.data *= self._scale
 
     def save(self, folder: Path) -> None:
         """Write the head. Its features are the target's own, not scaled as in training."""

@@ -62,6 +62,7 @@ BLOCKS = DSparkOptions(
     num_layers=2, features=(2, 9, 16, 23, 29), vocabulary=8192, markov_rank=64, anchors=64,
     text_weight=0.0,
 )  # fmt: skip
+CARD, TRAINING = "MODEL_CARD.md", "- Training:"
 HEADS: dict[str, Eagle3Options | DSparkOptions] = {"eagle3": CHAINS, "dspark": BLOCKS}
 
 
@@ -73,6 +74,7 @@ class Report:
         size: of its files, in bytes.
         seconds: of its training, on ``device``.
         measured: see :meth:`paceline.train.chat_head.ChatTrainer.measure`.
+        before: lines about the training of the head that it went on from.
     """
 
     kind: str
@@ -83,6 +85,7 @@ class Report:
     seconds: float
     device: str
     measured: Mapping[str, Mapping[str, Any]]
+    before: Sequence[str] = ()
 
 
 def make(
@@ -99,6 +102,7 @@ def make(
     options: Sequence[Eagle3Options | DSparkOptions] = (CHAINS,),
     seed: int = 0,
     device: str = "cpu",
+    go_on: bool = False,
 ) -> None:
     """Run the stages that ``work`` does not hold yet, and write the heads and their card.
 
@@ -112,6 +116,7 @@ def make(
         options: of each head.
         device: "cuda" writes thousands of conversations at once, and computes the target's features
             again for each batch instead of storing them.
+        go_on: from the heads that ``out`` has, instead of from copies of the target's layers.
     """
     asked = [prompt.text for file in questions for prompt in read_prompts(file, "gsm8k")]
     given = [document.text for file in texts for document in read_extra(file)]
@@ -132,18 +137,20 @@ def make(
             "options": each, "steps": steps, "minutes": minutes, "batch_tokens": batch_tokens,
             "seed": seed, "device": device,
         }  # fmt: skip
-        folder = model_folder(resolve_model(model))
-        if isinstance(each, Eagle3Options):
-            start = 0.0 if on_gpu else CHAINS_FROM
-            made = ChainTrainer(folder, training, work / "head", chains_from=start, **shared)
+        kind = "eagle3" if isinstance(each, Eagle3Options) else "dspark"
+        folder, target = out / "heads" / kind, model_folder(resolve_model(model))
+        shared["earlier"] = folder if go_on else None
+        if kind == "eagle3":
+            start = 0.0 if on_gpu or go_on else CHAINS_FROM
+            made = ChainTrainer(target, training, work / "head", chains_from=start, **shared)
         else:
-            made = BlockTrainer(folder, training, work / "blocks", **shared)
+            made = BlockTrainer(target, training, work / "blocks", **shared)
+        before = trained(folder / CARD) if go_on else []
         run = made.run()
         measured = made.measure(held_out[:MEASURED])
-        folder = out / "heads" / made.head.kind
         made.save(folder)
         report = Report(
-            kind=made.head.kind, parameters=sum(p.numel() for p in run.model.parameters()),
+            kind=kind, before=before, parameters=sum(p.numel() for p in run.model.parameters()),
             size=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
             steps=run.step, tokens=run.tokens, seconds=run.seconds, measured=measured,
             device=torch.cuda.get_device_name() if on_gpu else describe_environment()["cpu"],
@@ -153,8 +160,14 @@ def make(
         card = model_card(
             report, each, kinds, answered, [file.stem for file in (*questions, *texts)]
         )
-        (folder / "MODEL_CARD.md").write_text(card, encoding="utf-8")
+        (folder / CARD).write_text(card, encoding="utf-8")
         print(card)
+
+
+def trained(card: Path) -> list[str]:
+    """The lines of a model card that say how its head was trained."""
+    lines = card.read_text("utf-8").splitlines() if card.exists() else []
+    return [line for line in lines if line.startswith(TRAINING)]
 
 
 def converse(
@@ -212,7 +225,8 @@ def model_card(
         "",
         f"- Layers: {what}",
         f"- Parameters: {report.parameters / 1e6:.1f} million, {report.size / 1e6:.1f} MB.",
-        f"- Training: {report.steps:,} steps, {report.tokens / 1e6:.1f} million tokens, "
+        *report.before,
+        f"{TRAINING} {report.steps:,} steps, {report.tokens / 1e6:.1f} million tokens, "
         f"{report.seconds / 60:.1f} minutes on {report.device}.",
         "",
         "## Data",
@@ -291,6 +305,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--head", choices=HEADS, action="append",
         help="which to train (repeatable); by default eagle3",
     )  # fmt: skip
+    parser.add_argument(
+        "--go-on", action="store_true",
+        help="from the heads that --out has, at half the learning rate",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if args.threads is not None:
@@ -299,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         make(
             args.out, args.work_dir, questions=args.questions, texts=args.texts,
             tokens=args.tokens, steps=args.steps, minutes=args.minutes,
-            batch_tokens=args.batch_tokens, seed=args.seed, device=args.device,
+            batch_tokens=args.batch_tokens, seed=args.seed, device=args.device, go_on=args.go_on,
             options=[HEADS[name] for name in args.head or ("eagle3",)],
         )  # fmt: skip
     except (PacelineError, ValueError) as error:

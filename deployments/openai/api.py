@@ -42,11 +42,14 @@ Metrics = Callable[[], Awaitable[str]]
 
 UNSUPPORTED = {
     "/v1/embeddings": "embeddings",
+    "/pooling": "embeddings",
+    "/classify": "classes",
     "/v1/audio/transcriptions": "transcriptions",
+    "/v1/audio/translations": "translations of speech",
     "/v1/images/generations": "images",
     "/v1/moderations": "moderations",
-    "/v1/rerank": "ranks",
-    "/v1/score": "scores of pairs",
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), "ranks"),
+    **dict.fromkeys(("/v1/score", "/score"), "scores of pairs"),
 }
 """Paths of OpenAI's or vLLM's API for other kinds of models, and what those would give."""
 

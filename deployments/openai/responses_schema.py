@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.deployments.openai.errors import described
-from paceline.deployments.openai.schema import MAX_LOGPROBS, ChatRequest, refuse_others
+from paceline.deployments.openai.schema import MAX_LOGPROBS, ChatRequest, Effort, refuse_others
 from paceline.deployments.openai.schema_base import Body, Flag, Integer, Number, Text
 from paceline.errors import InvalidArgument
 
@@ -46,7 +46,7 @@ class TextOptions(Body):
 
 
 class Reasoning(Body):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
     summary: Any = None  # thoughts are not summarized
     generate_summary: Any = None
 

@@ -37,6 +37,7 @@ from paceline.sampling import MAX_SEED
 MAX_CHOICES = 128
 """Of one request, all prompts together."""
 MAX_LOGPROBS = 20
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(Body):
@@ -190,31 +191,50 @@ class _Request(Body):
     # Without effect on the text.
     user: Any = None
     request_id: Any = None
+    session_id: Any = None
     guided_decoding_backend: Any = None
+    mm_payload: Any = None
+    return_mm_kwargs: Any = None
+    return_token_offsets: Any = None
+    truncation_side: Any = None
 
     # Refused, unless they say what happens anyway.
     bad_words: Any = None
     cache_salt: Any = None
+    ec_transfer_params: Any = None
     guided_whitespace_pattern: Any = None
     kv_transfer_params: Any = None
     length_penalty: Any = None
     logits_processors: Any = None
+    logprob_token_ids: Any = None
+    repetition_detection: Any = None
+    routed_experts_prompt_start: Any = None
     spaces_between_special_tokens: Any = None
+    stream_interval: Any = None
+    thinking_token_budget: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
     vllm_xargs: Any = None
+    watermarking: Any = None
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "bad_words": ([],),
         "cache_salt": (),
+        "ec_transfer_params": ({},),
         "guided_whitespace_pattern": (),
         "kv_transfer_params": (),
         "length_penalty": (1,),
         "logits_processors": ([],),
+        "logprob_token_ids": ([],),
+        "repetition_detection": (),
+        "routed_experts_prompt_start": (0,),
         "spaces_between_special_tokens": (True,),
+        "stream_interval": (1,),
+        "thinking_token_budget": (),
         "truncate_prompt_tokens": (),
         "use_beam_search": (False,),
         "vllm_xargs": ({},),
+        "watermarking": (False,),
     }
 
     def check(self) -> None:
@@ -460,7 +480,7 @@ class ChatRequest(_Request):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: Flag | None = None
     include_reasoning: Flag | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
 
     # As other servers have them.
     chat_template_kwargs: dict[str, Any] | None = None
@@ -486,7 +506,9 @@ class ChatRequest(_Request):
     continue_final_message: Any = None
     documents: Any = None
     echo: Any = None
+    media_io_kwargs: Any = None
     mm_processor_kwargs: Any = None
+    return_prompt_text: Any = None
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         **_Request.neutral,
@@ -495,7 +517,9 @@ class ChatRequest(_Request):
         "continue_final_message": (False,),
         "documents": ([],),
         "echo": (False,),
+        "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
+        "return_prompt_text": (False,),
         "function_call": ("none",),
         "functions": ([],),
         "modalities": (["text"],),

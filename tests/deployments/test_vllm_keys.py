@@ -483,7 +483,11 @@ EXAMPLES: dict[str, Any] = {
     "store": True, "service_tier": "flex", "safety_identifier": "x", "prompt_cache_key": "x",
     "prompt_cache_options": {}, "prompt_cache_retention": "24h",
     "speculation": {"method": "ar"}, "return_rounds": True, "return_explanation": True,
-    "numerics_mismatch": "allow",
+    "numerics_mismatch": "allow", "ec_transfer_params": {"x": 1}, "logprob_token_ids": [5],
+    "media_io_kwargs": {"x": {}}, "mm_payload": "none", "repetition_detection": {"x": 1},
+    "return_mm_kwargs": True, "return_prompt_text": True, "return_token_offsets": True,
+    "routed_experts_prompt_start": 1, "session_id": "x", "stream_interval": 2,
+    "thinking_token_budget": 5, "truncation_side": "left", "watermarking": True,
 }  # fmt: skip
 BESIDE: dict[str, dict[str, Any]] = {
     "stream_options": {"stream": True}, "top_logprobs": {"logprobs": True},

@@ -65,6 +65,9 @@ def build(message: type[M], prefix: str, **values: Any) -> M:
         for name, value in values.items():
             try:
                 message(**{name: value})
+            except UnicodeEncodeError:
+                what = "half of a surrogate pair"
+                raise InvalidArgument(f"{prefix}{name}", what, "Unicode text") from None
             except (ValueError, TypeError):
                 raise InvalidArgument(f"{prefix}{name}", value, f"what fits: {error}") from None
         raise

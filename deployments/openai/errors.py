@@ -48,6 +48,9 @@ async def _on_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Answer an unknown path, or a method that the path does not have."""
     assert isinstance(error, HTTPException)
+    if error.status_code == 400:  # bytes that are no text, brackets in thousands, endless digits
+        allowed = "a JSON object in UTF-8, not nested deeply, with numbers of usual length"
+        return error_response(InvalidArgument("body", "no JSON that can be read", allowed))
     body = {
         "message": f"{request.method} {request.url.path}: {error.detail}",
         "type": "invalid_request_error",
@@ -75,6 +78,7 @@ _ALLOWED = {
     "model_attributes_type": "an object",
     "model_type": "an object",
     "string_type": "a text",
+    "string_unicode": "Unicode text",
 }
 _BOUNDED = {
     "greater_than_equal": "at least {ge}",
@@ -97,8 +101,13 @@ def described(errors: Sequence[Any]) -> InvalidArgument:
     field, value = _field(first["loc"][1:]), first.get("input")
     if first["type"] == "json_invalid":
         return InvalidArgument("body", "no JSON", f"a JSON object ({first['ctx']['error']})")
+    if not field and isinstance(value, bytes):
+        allowed = "JSON, with the header content-type: application/json"
+        return InvalidArgument("body", "another type of content", allowed)
     if first["type"] == "missing":
         value = "nothing"
+    elif first["type"] == "string_unicode":
+        value = "half of a surrogate pair"
     elif first["type"] == "too_long":
         value = f"{len(value)} entries"
     alternatives = [each for each in found if _field(each["loc"][1:]) == field]

@@ -29,6 +29,9 @@ PUBLIC_PATHS = frozenset(("/health", *DOCS_PATHS, *PLAYGROUND_PATHS))
 playground holds no data and asks its reader for the token."""
 BODY_TIMEOUT_S = 30.0
 """Seconds in which a body must arrive, so that a client with half of one does not hold a socket."""
+_READ_AT_MOST = 8
+"""Times the limit that is read of a larger body, to be dropped: a client that asked for the end of
+its connection, and reads no answer before it has sent everything, would else see it break."""
 _CHEAP = frozenset((400, 401, 403, 404, 405, 413, 429))
 """Statuses that cost a client nothing, so the gate slows them down."""
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
@@ -117,17 +120,21 @@ class Guard:
         await self._app(scope, received, answer)
 
     async def _body(self, receive: Receive) -> bytes:
-        limit, body = self._gate.limits.max_message_bytes, bytearray()
+        limit, body, received = self._gate.limits.max_message_bytes, bytearray(), 0
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 while True:
                     message = await receive()
                     body += message.get("body", b"")
-                    if len(body) > limit:
+                    received += len(message.get("body", b""))
+                    if received > limit:
+                        body.clear()
+                    is_last = not message.get("more_body", False)
+                    if received > limit and (is_last or received > _READ_AT_MOST * limit):
                         raise _TooLarge(
                             "body", f"more than {limit} bytes", "a smaller body (max_message_bytes)"
                         )
-                    if not message.get("more_body", False):
+                    if is_last:
                         return bytes(body)
         except TimeoutError:
             raise DeadlineExceeded(f"the body did not come within {BODY_TIMEOUT_S:g} s") from None

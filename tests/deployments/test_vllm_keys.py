@@ -24,7 +24,7 @@ from paceline.deployments.scrape import gathered
 from paceline.engine import Engine, EngineThread
 from paceline.loading import load_engine
 from paceline.rpc import access
-from paceline.rpc.access import Gate, Limits
+from paceline.rpc.access import MAX_MESSAGE_BYTES, Gate, Limits
 from paceline.rpc.generate_service import ModelInfo
 from paceline.sampling import SamplingParams, token_logprobs
 from tests.core.test_token_limits import rows_of
@@ -62,7 +62,7 @@ def ask(
 ) -> tuple[int, Any, dict[str, str]]:
     """Status, body (of JSON, or the text) and headers of an answer."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
-    data = None if body is None else json.dumps(body)
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body)
     headers.setdefault("content-type", "application/json")
     connection.request(method or ("GET" if body is None else "POST"), path, data, headers)
     answer = connection.getresponse()
@@ -441,6 +441,55 @@ def test_a_body_that_is_too_large(target: EngineThread) -> None:
     with http_serving(target, MODEL, gate=gate) as url:
         status, told, _ = ask(url, "/v1/completions", {"prompt": "x" * 5000})
         assert (status, told["error"]["param"]) == (413, "body")
+
+
+def test_a_client_that_sends_a_large_body_to_its_end_gets_the_answer(url: str) -> None:
+    body = {"prompt": "x" * 3 * MAX_MESSAGE_BYTES}
+    status, told, _ = ask(url, "/v1/completions", body, connection="close")
+    assert (status, told["error"]["param"]) == (413, "body")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"prompt": "\xff"}', b'{"prompt": ' + b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"],
+    ids=["bytes", "brackets", "digits"],
+)
+def test_bodies_that_no_reader_takes(url: str, body: bytes) -> None:
+    status, told, _ = ask(url, "/v1/completions", body)
+    assert (status, told["error"]["param"]) == (400, "body")
+    assert told["error"]["code"] == "invalid_argument"
+    assert "JSON" in told["error"]["message"]
+
+
+def test_another_type_of_content(url: str) -> None:
+    kind = {"content-type": "text/plain"}
+    status, told, _ = ask(url, "/v1/completions", b'{"prompt": "x"}', **kind)
+    assert (status, told["error"]["param"]) == (400, "body")
+    assert "content-type: application/json" in told["error"]["message"]
+
+
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"prompt": HALF}, "prompt"),
+        ({"stop": HALF}, "stop"),
+        ({"messages": [{"role": "user", "content": HALF}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", HALF: "x"}]}, "messages[0]"),
+        ({"messages": CHAT, "tools": [{"type": "function", "function": {"name": HALF}}]},
+         "tools[0].function.name"),
+        ({"messages": CHAT, "stop": ["x", HALF]}, "stop"),
+        ({HALF: 1}, "body"),
+    ],
+)  # fmt: skip
+def test_half_of_a_surrogate_pair(url: str, given: dict[str, Any], param: str) -> None:
+    path = "/v1/chat/completions" if "messages" in given else "/v1/completions"
+    least = {} if "messages" in given else {"prompt": "x"}
+    status, told, _ = ask(url, path, {**least, **given})
+    assert (status, told["error"]["param"]) == (400, param)
+    assert "got 'half of a surrogate pair', expected Unicode text" in told["error"]["message"]
 
 
 # --- the table of docs/http.md --------------------------------------------------------------------

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.tokenizer import Tokenizer
 
 _BLANKS = frozenset(b" \n\r\t")
-_OPEN, _CLOSE = frozenset(b"{["), frozenset(b"}]")
+_OPEN, _CLOSE, _MARKS = frozenset(b"{["), frozenset(b"}]"), frozenset(b",:")
 _BYTES_OF_TOKEN = 16  # a text that is longer than so many for each wanted token is enough
 
 
@@ -65,8 +65,8 @@ class TokenBytes:
 class JsonLayout:
     """How a JSON text uses blanks, learnt from its beginning.
 
-    What it does after a colon, after a comma, and around the entries of objects and of arrays is
-    kept, the indentation as a unit for each level. Text that is not JSON gives useless guesses.
+    What it does around colons and commas, and around the entries of objects and of arrays, is kept,
+    the indentation as a unit for each level. Text that is not JSON gives useless guesses.
     """
 
     def __init__(self) -> None:
@@ -75,14 +75,16 @@ class JsonLayout:
         self._blanks = bytearray()  # since then
         self._in_string = self._escaped = False
         self._after: dict[int, bytes] = {ord(":"): b" ", ord(","): b" "}
-        self._lines: dict[int, bool] = {}  # bracket -> whether its entries have lines of their own
+        self._before: dict[tuple[int, bool], bytes] = {}  # and whether behind a closing bracket
+        self._lines: dict[int, bytes] = {}  # bracket -> ends of lines before each of its entries
         self._unit = b"  "
 
     def copy(self) -> JsonLayout:
         """An independent copy."""
         other = copy.copy(self)
         other._open, other._blanks = self._open.copy(), self._blanks.copy()
-        other._after, other._lines = self._after.copy(), self._lines.copy()
+        other._after, other._before = self._after.copy(), self._before.copy()
+        other._lines = self._lines.copy()
         return other
 
     @property
@@ -117,12 +119,15 @@ class JsonLayout:
         if self._in_string:
             return b""
         expected = self._after.get(self._last, b"")
-        if self._at_edge(byte):
+        if byte in _MARKS:
+            closed = self._last in _CLOSE
+            expected = self._before.get((byte, closed), self._before.get((byte, not closed), b""))
+        elif self._at_edge(byte):
             kind, level = self._open[-1], len(self._open) - (byte in _CLOSE)
             if kind not in self._lines:
                 return None
             if self._lines[kind]:
-                expected = b"\n" + self._unit * level
+                expected = self._lines[kind] + self._unit * level
             elif self._last != ord(","):
                 expected = b""
         there = bytes(self._blanks)
@@ -135,11 +140,12 @@ class JsonLayout:
 
     def _learn(self, byte: int) -> None:
         blanks = bytes(self._blanks)
-        if self._at_edge(byte):
-            lines = b"\n" in blanks
+        if byte in _MARKS:
+            self._before[byte, self._last in _CLOSE] = blanks
+        elif self._at_edge(byte):
+            lines, indent = blanks[: (end := blanks.rfind(b"\n") + 1)], blanks[end:]
             self._lines[self._open[-1]] = lines
             level = len(self._open) - (byte in _CLOSE)
-            indent = blanks[blanks.rfind(b"\n") + 1 :]
             if lines and level:
                 self._unit = indent[: len(indent) // level]
             elif not lines and self._last == ord(","):

@@ -130,7 +130,9 @@ def test_without_blanks(
         ('{"x_value": 7,', ' "unit": "'),
         ('{"x_value":7,', ' "unit":"'),  # the blank after a colon is learnt, that after a comma not
         ('{\n  "x_value": 7,', '\n  "unit": "'),
-        ('{\n\t"x_value" : 7,\n', '\t"unit": "'),
+        ('{\n\t"x_value" : 7,\n', '\t"unit" : "'),
+        ('{\n\n"x_value": 7 ,', '\n\n"unit": "'),
+        ('{"x_value":7 , "unit":"mm"', "}"),
         ('{\n    "x_value": 7, "unit": "mm"', "}"),
         ('{\n    "x_value": 7,\n    "unit": "mm"', "\n}"),
     ],
@@ -175,9 +177,9 @@ def test_the_layout_of_any_json_is_learnt(seed: int) -> None:
         return entries if draw.random() < 0.5 else {f"k{i}: [": e for i, e in enumerate(entries)}
 
     indent = draw.choice([None, 1, 2, 4, "\t"])
-    separators = draw.choice([(",", ":"), (", ", ": "), (",", ": ")])
+    separators = draw.choice([(",", ":"), (", ", ": "), (",", ": "), (" , ", " : ")])
     if indent is not None:
-        separators = (",", separators[1])
+        separators = (separators[0].rstrip(), separators[1])
     first = json.dumps([{"a": [1, 2]}, {"b": 1, "c": 2}], indent=indent, separators=separators)
     text = json.dumps([value(3), value(3)], indent=indent, separators=separators)
     layout = JsonLayout()

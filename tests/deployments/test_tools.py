@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jsonschema
@@ -34,7 +34,8 @@ from paceline.rpc.generate_service import ModelInfo
 from paceline.sampling import SamplingParams
 from paceline.tokenizer import ChatTemplate, chat_template
 from tests.chat.suite import is_here
-from tests.deployments.conftest import eventually
+from tests.core.test_forced import COMPACT, record
+from tests.deployments.conftest import PROMPTS, eventually
 from tests.deployments.http_serving import http_serving
 from tests.deployments.test_vllm_keys import ask
 
@@ -172,6 +173,46 @@ def test_a_call_is_valid_and_the_same_with_any_drafter(
         assert len(check_calls(choice.message)) == 1
         answers.append((choice.token_ids, check_calls(choice.message)))
     assert all(answer == answers[0] for answer in answers)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("patient_masks")
+def test_calls_of_generated_functions(target: EngineThread) -> None:
+    """200 tools with schemas of their own, asked for in each form: calls are valid and AR's."""
+    draw, finished, drafted = random.Random(11), 0, 0
+    with ExitStack() as stack:
+        urls = [stack.enter_context(serving(target, template)) for template in TEMPLATES]
+        for number in range(200):
+            wanted = [record(draw, 2) | (COMPACT if number % 2 else {}) for _ in range(2)]
+            tools = [
+                {"type": "function", "function": {"name": f"call_{i}", "parameters": each}}
+                for i, each in enumerate(wanted)
+            ]
+            request = {
+                "messages": [{"role": "user", "content": PROMPTS[number % len(PROMPTS)]}],
+                "tools": tools, "max_tokens": 250, "parallel_tool_calls": False, "seed": number,
+                "tool_choice": "required", "temperature": number % 3 / 2, "return_token_ids": True,
+            }  # fmt: skip
+            choices = []
+            for method in (*METHODS, "forced", "forced_draft_model", "auto"):
+                body = {**request, "speculation": {"method": method}}
+                status, told, _ = ask(urls[number % len(urls)], "/v1/chat/completions", body)
+                assert status == 200, told
+                choices.append(told["choices"][0])
+                if method == "forced":
+                    drafted += told["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
+            assert all(each["token_ids"] == choices[0]["token_ids"] for each in choices), number
+            for choice in choices:
+                if choice["finish_reason"] == "tool_calls":
+                    (call,) = choice["message"]["tool_calls"]
+                    schema = wanted[int(call["function"]["name"].removeprefix("call_"))]
+                    jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
+            finished += choices[0]["finish_reason"] == "tool_calls"
+            assert choices[0]["finish_reason"] in ("tool_calls", "length")
+    print(f"{finished} of 200 calls ended within the limit; forced drafts had {drafted} tokens")
+    assert finished > 150
+    assert drafted > 1000
 
 
 def test_one_call_of_the_named_function(client: openai.OpenAI) -> None:

@@ -120,8 +120,10 @@ def test_one_and_eight_sessions_get_the_tokens_of_transformers(kind: str, zoo: P
 def test_eight_sessions_take_the_forwards_of_one(kind: str, zoo: Path) -> None:
     runner = TransformersRunner(make_model(kind, zoo), device="cpu")
     count = 16 if kind in RECURRENT_KINDS else 64
-    # Prompts of one length, since those of recurrent models run together only then.
-    prompts = [tokens(20, seed=seed).tolist() for seed in range(NUM_SESSIONS)]
+    # Prompts of one length, since those of recurrent models run together only then. After one of
+    # gpt-oss's first eight, the two best tokens are equal but for rounding, which may differ here.
+    first = 100 if kind == "gpt_oss" else 0
+    prompts = [tokens(20, seed=first + seed).tolist() for seed in range(NUM_SESSIONS)]
     with counted(runner) as alone:
         outputs = [generate(runner, [prompt], count)[0] for prompt in prompts]
     with counted(runner) as together:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -158,7 +159,7 @@ class Conversation:
 
     Attributes:
         system: instruction before it.
-        kind: of its first question, one of ``KINDS``.
+        kind: of its first question, one of ``KINDS``; or ``quote``, see :meth:`Dialogues.quote`.
         tokens: so far.
         positions: of the tokens that the model wrote as the assistant.
         top_ids, top_probs: for each of these, its likeliest tokens and their probabilities; empty
@@ -269,6 +270,38 @@ class Dialogues:
         _to_ask(talk)
         return "more"
 
+    def quote(self) -> Conversation:
+        """A question about texts from files, answered by some of their sentences.
+
+        The target did not write it: what it would have written is learnt at each place all the
+        same, and copying is learnt from more texts than it can be asked about in the same time.
+        """
+        random = self._random
+        passages = random.random() < 0.3
+        system = self._one_of(SYSTEMS)
+        head = f"{BEGIN}system\n{system}{END}\n" if system else ""
+        while True:
+            text = self._files(passages)
+            about = self._one_of(text.split("\n")) if passages else text
+            sentences = [each for each in re.split(r"(?<=[.!?])\s+|\n", about) if len(each) > 25]
+            if sentences:
+                break
+        if passages:
+            question = self._one_of(PASSAGES).format(
+                text, self._one_of(self._questions or ("Why?",))
+            )
+        else:
+            question = self._one_of(OVER_TEXTS).format(text)
+        first = int(random.integers(len(sentences))) if random.random() < 0.5 else 0
+        steps = random.integers(1, 3, size=int(random.integers(0, 5)))
+        chosen = [n for n in (first, *(first + np.cumsum(steps))) if n < len(sentences)]
+        answer = self._encode(" ".join(sentences[n] for n in chosen))[: self._answer_tokens - 1]
+        talk = Conversation(system, "quote")
+        talk.tokens = self._encode(f"{head}{BEGIN}user\n{question}{END}\n{BEGIN}assistant\n")
+        talk.positions = [*range(len(talk.tokens), len(talk.tokens) + len(answer) + 1)]
+        talk.tokens += [*answer, self.end]
+        return talk
+
     def _one_of(self, texts: Sequence[str]) -> str:
         return texts[int(self._random.integers(len(texts)))]
 
@@ -277,9 +310,14 @@ class Dialogues:
         if not self._given or self._random.random() > GIVEN:
             count = int(self._random.integers(1, 5))
             return "\n\n".join(self._one_of(self._texts) for _ in range(count))
+        return self._files(passages)
+
+    def _files(self, passages: bool) -> str:
+        """Passages of texts from files, one in a line; or a longer text."""
         if passages:
             count = int(self._random.integers(2, MAX_GIVEN // PASSAGE + 1))
-            return "\n".join(self._one_of(self._given)[:PASSAGE] for _ in range(count))
+            given = (self._one_of(self._given)[:PASSAGE] for _ in range(count))
+            return "\n".join(text.replace("\n", " ") for text in given)
         wanted, text = int(self._random.integers(MAX_GIVEN)), self._one_of(self._given)
         while len(text) < wanted:
             text += " " + self._one_of(self._given)

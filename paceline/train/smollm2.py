@@ -96,6 +96,7 @@ def make(
     questions: Sequence[Path] = (),
     texts: Sequence[Path] = (),
     tokens: int = 1_000_000,
+    quotes: int = 0,
     steps: int = 1000,
     minutes: float = 0.0,
     batch_tokens: int = 4096,
@@ -111,6 +112,7 @@ def make(
         questions: JSON Lines with a field ``question``.
         texts: see :func:`paceline.train.corpus.read_extra`.
         tokens: of the answers that the target writes.
+        quotes: tokens of answers that are sentences of the texts.
         steps: batches of each head's training.
         minutes: train each head for so long instead.
         options: of each head.
@@ -120,25 +122,33 @@ def make(
     """
     asked = [prompt.text for file in questions for prompt in read_prompts(file, "gsm8k")]
     given = [document.text for file in texts for document in read_extra(file)]
-    talks, on_gpu = work / "conversations", device == "cuda"
+    target, on_gpu = model_folder(resolve_model(model)), device == "cuda"
+    talks = work / "conversations"
+    folders = [talks, *([work / "quotes"] if quotes else [])]
     written = len([*talks.glob("*.npz")])  # the seed: a resumed run must not repeat itself
     write_conversations(
         converse(model, asked, given, seed=written, on_gpu=on_gpu), talks, tokens=tokens,
         shard_size=GPU_SHARD if on_gpu else SHARD,
     )  # fmt: skip
+    if quotes:
+        dialogues = Dialogues(load_tokenizer(target), asked, given, seed=seed)
+        long = GPU_LENGTH if on_gpu else LENGTH
+        quoted = (talk for talk in iter(dialogues.quote, None) if len(talk.tokens) <= long)
+        write_conversations(quoted, work / "quotes", tokens=quotes, shard_size=GPU_SHARD)
     for each in options:
         made: ChatTrainer[Any]
         if not on_gpu:
-            write_features(talks, model, each.features, LENGTH)
+            for stored in folders:
+                write_features(stored, model, each.features, LENGTH)
         training, held_out = read_talks(
-            [talks], GPU_LENGTH if on_gpu else LENGTH, None if on_gpu else each.features
+            folders, GPU_LENGTH if on_gpu else LENGTH, None if on_gpu else each.features
         )
         shared: dict[str, Any] = {
             "options": each, "steps": steps, "minutes": minutes, "batch_tokens": batch_tokens,
             "seed": seed, "device": device,
         }  # fmt: skip
         kind = "eagle3" if isinstance(each, Eagle3Options) else "dspark"
-        folder, target = out / "heads" / kind, model_folder(resolve_model(model))
+        folder = out / "heads" / kind
         shared["earlier"] = folder if go_on else None
         if kind == "eagle3":
             start = 0.0 if on_gpu or go_on else CHAINS_FROM
@@ -232,14 +242,15 @@ def model_card(
         "## Data",
         "",
         f"{count:,} conversations with {answered:,} tokens of answers that the target wrote "
-        "itself: greedily three times in five, else at temperature 0.7 or 1. First questions by "
-        f"kind: {shares}. `own`: the target also wrote the question, after an opening; `article`: "
-        "after one that asks for a text. `text`, `passages`: about texts from files, documentation "
-        "of Python's standard library or earlier answers. `translation`: of German sentences made "
-        "of parts. `code`: about a function of that library, from its signature and docstring. "
-        f"`file`: from a file. Files: {', '.join(files) or 'none'}. Up to three conversations in "
-        "ten have a second or third turn, which the target wrote. Nothing was taken from "
-        f"Spec-Bench, GSM8K's test part or HumanEval. One conversation in {HELD_OUT} was held out.",
+        "itself, greedily three times in five, else at temperature 0.7 or 1; but `quote`: "
+        f"sentences of the text that is asked about. First questions by kind: {shares}. `own`: "
+        "the target also wrote the question, after an opening; `article`: after one that asks for "
+        "a text. `text`, `passages`: about texts from files, documentation of Python's standard "
+        "library or earlier answers. `translation`: of German sentences made of parts. `code`: "
+        "about a function of that library, from its signature and docstring. `file`: from a file. "
+        f"Files: {', '.join(files) or 'none'}. Up to three conversations in ten have a second or "
+        "third turn, which the target wrote. Nothing was taken from Spec-Bench, GSM8K's test part "
+        f"or HumanEval. One conversation in {HELD_OUT} was held out.",
         "",
         "## Training",
         "",
@@ -291,6 +302,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="texts, or JSON Lines with a field `text`, to ask about (repeatable)",
     )  # fmt: skip
     parser.add_argument("--tokens", type=int, default=1_000_000, help="of the target's answers")
+    parser.add_argument(
+        "--quotes", type=int, default=0, help="tokens of answers that are sentences of the texts"
+    )
     parser.add_argument("--steps", type=int, default=1000, help="batches of the training")
     parser.add_argument(
         "--minutes", type=float, default=0.0, help="train each head for so long instead"
@@ -316,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         make(
             args.out, args.work_dir, questions=args.questions, texts=args.texts,
-            tokens=args.tokens, steps=args.steps, minutes=args.minutes,
+            tokens=args.tokens, quotes=args.quotes, steps=args.steps, minutes=args.minutes,
             batch_tokens=args.batch_tokens, seed=args.seed, device=args.device, go_on=args.go_on,
             options=[HEADS[name] for name in args.head or ("eagle3",)],
         )  # fmt: skip

@@ -83,6 +83,22 @@ def test_questions_about_texts_from_files(monkeypatch: pytest.MonkeyPatch) -> No
     assert min(found.values()) > 20
 
 
+def test_quotes_are_sentences_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [" ".join(f"{name} has sentence number {n} here." for n in range(9)) for name in "ABC"]
+    made = dialogues(monkeypatch, texts=texts)
+    sizes = set()
+    for _ in range(100):
+        talk = made.quote()
+        question, answer = LETTERS.decode(talk.tokens).split(f"{END}\n{BEGIN}assistant\n")
+        assert answer.endswith(END)
+        size = len(LETTERS.encode(answer))
+        assert talk.positions == list(range(len(talk.tokens) - size, len(talk.tokens)))
+        whole = re.findall("[ABC] has sentence number . here.", answer)
+        assert all(each in question for each in whole)
+        sizes.add(len(whole))
+    assert max(sizes) > 1
+
+
 def test_a_turn_goes_on_ends_or_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     made, end = dialogues(monkeypatch), LETTERS.encode(END)
     talk = next(t for t in iter(made.begin, None) if t.kind == "own")

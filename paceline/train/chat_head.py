@@ -49,6 +49,10 @@ STEP_WEIGHT = 0.85
 """Weight of a drafting step's loss over that of the step before."""
 GOING_ON = 0.5
 """Learning rate of a head that goes on from an earlier one, over that of a new one."""
+KEPT = 0.5
+"""Share of an earlier head in the weights of the one that went on from it: their average is better
+than both, at what the earlier one knew and at the new texts (WiSE-FT, Wortsman et al. 2022, arXiv
+2109.01903)."""
 SCALED = 64
 """Conversations that the scale of the features is measured on."""
 MEASURED_DEPTH = 5
@@ -332,7 +336,8 @@ class ChatTrainer(ABC, Generic[H]):
         checkpoint_seconds: between checkpoints.
         device: "cuda" computes there, with the target (:class:`Teacher`).
         earlier: folder of a head of the same kind and sizes to go on from; its tokens are chosen
-            anew. None: from copies of the target's last layers.
+            anew, and the two are averaged in the end. None: from copies of the target's last
+            layers.
     """
 
     head: H
@@ -374,6 +379,7 @@ class ChatTrainer(ABC, Generic[H]):
         if training[0].features is None:
             self._teacher = Teacher(target, options.features, self.head.vocabulary)
         self._scale = self._scale_of(training)
+        self._before: dict[str, Tensor] = {}
         self._rate = 1.0 if earlier is None else GOING_ON
         if earlier is not None:
             self._load(earlier)
@@ -450,6 +456,9 @@ class ChatTrainer(ABC, Generic[H]):
             warmup=0.02, checkpoint_seconds=self._checkpoint_seconds, label="head",
         )  # fmt: skip
         trainer.run(self._loss_of_step)
+        with torch.no_grad():
+            for name, before in self._before.items():
+                named[name].lerp_(before, KEPT)
         head.eval()
         return trainer
 
@@ -524,6 +533,7 @@ class ChatTrainer(ABC, Generic[H]):
         except RuntimeError as error:
             raise ModelNotFound(f"head folder {str(folder)!r} does not fit: {error}") from error
         self.reads.weight.data *= self._scale
+        self._before = {name: p.detach().clone() for name, p in self.head.named_parameters()}
 
     def save(self, folder: Path) -> None:
         """Write the head. Its features are the target's own, not scaled as in training."""

@@ -29,6 +29,7 @@ from paceline.tokenizer import load_tokenizer
 from paceline.train.chat_head import (
     CHAINS_FROM,
     HELD_OUT,
+    KEPT,
     MEASURED_DEPTH,
     BlockTrainer,
     ChainTrainer,
@@ -224,6 +225,11 @@ def model_card(
             f"{_listed(options.features)}."
         )
         how = f"It drafts blocks at {options.anchors} places of a conversation."
+    if report.before:
+        how += (
+            " It went on from the head of the training before; of that one's weights, "
+            f"{KEPT:.0%} are in the average of both."
+        )
     lines = [
         f"# Model card: `{report.kind}`, a head for SmolLM2-135M-Instruct",
         "",
@@ -237,12 +243,13 @@ def model_card(
         f"- Parameters: {report.parameters / 1e6:.1f} million, {report.size / 1e6:.1f} MB.",
         *report.before,
         f"{TRAINING} {report.steps:,} steps, {report.tokens / 1e6:.1f} million tokens, "
-        f"{report.seconds / 60:.1f} minutes on {report.device}.",
+        f"{report.seconds / 60:.1f} minutes on {report.device}, over and over on {count:,} "
+        f"conversations with {answered:,} tokens of answers.",
         "",
         "## Data",
         "",
-        f"{count:,} conversations with {answered:,} tokens of answers that the target wrote "
-        "itself, greedily three times in five, else at temperature 0.7 or 1; but `quote`: "
+        "Of the last training: answers that the target wrote itself, greedily three times in "
+        "five, else at temperature 0.7 or 1; but `quote`: "
         f"sentences of the text that is asked about. First questions by kind: {shares}. `own`: "
         "the target also wrote the question, after an opening; `article`: after one that asks for "
         "a text. `text`, `passages`: about texts from files, documentation of Python's standard "
@@ -321,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--go-on", action="store_true",
-        help="from the heads that --out has, at half the learning rate",
+        help="from the heads that --out has, at half the learning rate; the two are averaged",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)

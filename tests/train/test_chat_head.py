@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from paceline.config import SpeculationConfig
 from paceline.demo import TARGET_DIR
 from paceline.engine import Engine, RoundEvent
+from paceline.errors import ModelNotFound
 from paceline.loading import load_engine
 from paceline.models.heads.base import HeadTarget
 from paceline.models.heads.dspark import DSparkOptions
@@ -24,6 +25,7 @@ from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
 from paceline.train.chat_head import (
+    KEPT,
     BlockTrainer,
     ChainTrainer,
     ChatBatch,
@@ -129,6 +131,32 @@ def test_a_step_less_or_more_changes_no_weight(talks: list[Talk], tmp_path: Path
         whole.head.state_dict().items(), second.head.state_dict().values(), strict=True
     ):
         assert torch.equal(one, other), name
+
+
+def test_a_head_goes_on_from_an_earlier_one(talks: list[Talk], tmp_path: Path) -> None:
+    """It begins as the earlier one, and ends as the average of what it became and that one."""
+
+    def trainer(work: str, **options: Any) -> ChainTrainer:
+        return ChainTrainer(
+            TARGET_DIR, talks, tmp_path / work, steps=2, batch_tokens=512, chains_from=0.0,
+            **{"options": OPTIONS, **options},
+        )  # fmt: skip
+
+    first = trainer("first")
+    first.run()
+    first.save(tmp_path / "head")
+    second = trainer("second", earlier=tmp_path / "head")
+    before = {name: p.detach().clone() for name, p in second.head.named_parameters()}
+    for name, parameter in first.head.named_parameters():
+        close = torch.isclose(before[name], parameter, rtol=0.01, atol=0.02)
+        assert close.float().mean() > 0.99, name  # rounded to eight bits or sixteen
+    second.run()
+    became = torch.load(tmp_path / "second" / "head.pt", weights_only=True)["model"]
+    for name, parameter in second.head.named_parameters():
+        assert torch.equal(parameter, became[name].lerp(before[name], KEPT)), name
+        assert not torch.equal(parameter, before[name]), name
+    with pytest.raises(ModelNotFound, match="does not fit"):
+        trainer("third", earlier=tmp_path / "head", **{"options": replace(OPTIONS, num_layers=2)})
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +153,14 @@ def test_the_card_says_what_was_measured() -> None:
     )  # fmt: skip
     card = model_card(report, CHAINS, {"own": 3, "text": 1}, 777, ["sums"])
     assert "5.2 million, 5.3 MB" in card
-    assert "10 steps, 2.0 million tokens, 1.5 minutes on a processor" in card
+    assert "10 steps, 2.0 million tokens, 1.5 minutes on a processor, over" in card
+    assert "4 conversations with 777 tokens of answers" in card
     assert "16,384 of the target's tokens" in card
     assert "own 75%, text 25%" in card
     assert "Files: sums." in card
     assert "| all | 2.50 | 0.700 | 0.600 | 0.500 | 0.400 | 0.300 | 1,234 |" in card
+    assert "went on" not in card
+    again = replace(report, before=["- Training: once."])
+    card = model_card(again, CHAINS, {"quote": 1}, 1, [])
+    assert "- Training: once.\n- Training: 10 steps" in card
+    assert "It went on" in card

@@ -48,7 +48,8 @@ class Eagle3Options:
         target's own weights, before it is fused with the feature; 0: ``fc`` reads its embedding.
     unroll: drafting steps that training follows.
     int8: draft with weights rounded to eight bits, where the C kernels run.
-    int4: draft with weights rounded to blocks of four bits instead, where 32 divides their inputs.
+    int4: draft with layers rounded to blocks of four bits instead, where 32 divides their inputs;
+        the output layer to eight.
     published: the layer of published drafters, which attends to the pair of embedding and feature
         without ``fc`` between them. Other engines load it (`paceline export`); here it drafts in
         torch.
@@ -144,6 +145,9 @@ class Eagle3(Eagle):
             self.fc.bias.detach(),
         )
         self._packed_project = wide.pack(reading(self.project.weight, rounded=self.options.int8))
+        if self.options.int4:
+            # A rounding error of logits weighs more than one of states.
+            ops = layer_ops(self.target.config, self.fc.weight, int8=True)
         weight = ops.pack(self._output_rows.contiguous())
         self.output = Output(self.norm.weight.detach(), weight, self.vocabulary)
 

@@ -50,9 +50,8 @@ STEP_WEIGHT = 0.85
 GOING_ON = 0.5
 """Learning rate of a head that goes on from an earlier one, over that of a new one."""
 KEPT = 0.5
-"""Share of an earlier head in the weights of the one that went on from it: their average is better
-than both, at what the earlier one knew and at the new texts (WiSE-FT, Wortsman et al. 2022, arXiv
-2109.01903)."""
+"""Share of an earlier head in the weights of the one that went on from it: their average keeps most
+of what each is better at (WiSE-FT, Wortsman et al. 2022, arXiv 2109.01903)."""
 SCALED = 64
 """Conversations that the scale of the features is measured on."""
 MEASURED_DEPTH = 5

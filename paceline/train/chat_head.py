@@ -523,9 +523,14 @@ class ChatTrainer(ABC, Generic[H]):
         """The weights of a saved head, but for its vocabulary.
 
         Raises:
-            ModelNotFound: they do not fit.
+            ModelNotFound: there is none, or it does not fit.
         """
-        stored = unpack(load_file(str(folder / "model.safetensors")))
+        file = folder / "model.safetensors"
+        if not file.is_file():
+            raise ModelNotFound(
+                f"head folder {str(folder)!r} has no model.safetensors to go on from"
+            )
+        stored = unpack(load_file(str(file)))
         stored["vocabulary"] = self.head.vocabulary
         try:
             self.head.load_state_dict(stored)

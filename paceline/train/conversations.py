@@ -219,7 +219,7 @@ class Dialogues:
         random = self._random
         talk = Conversation(SYSTEMS[int(random.choice(len(SYSTEMS), p=(0.5, 0.2, 0.1, 0.2)))], "")
         talk.turns = int(random.choice((1, 2, 3), p=(0.7, 0.2, 0.1)))
-        head = f"{BEGIN}system\n{talk.system}{END}\n" if talk.system else ""
+        head = _instruction(talk.system)
         kinds = [*KINDS] if self._questions else [*KINDS][1:]
         shares = np.array([KINDS[kind] for kind in kinds])
         talk.kind = str(random.choice(kinds, p=shares / shares.sum()))
@@ -279,13 +279,10 @@ class Dialogues:
         random = self._random
         passages = random.random() < 0.3
         system = self._one_of(SYSTEMS)
-        head = f"{BEGIN}system\n{system}{END}\n" if system else ""
-        while True:
-            text = self._files(passages)
-            about = self._one_of(text.split("\n")) if passages else text
-            sentences = [each for each in re.split(r"(?<=[.!?])\s+|\n", about) if len(each) > 25]
-            if sentences:
-                break
+        text = self._files(passages)
+        about = self._one_of(text.split("\n")) if passages else text
+        whole = re.split(r"(?<=[.!?])\s+|\n", about)
+        sentences = [each for each in whole if len(each) > 25] or [about]
         if passages:
             question = self._one_of(PASSAGES).format(
                 text, self._one_of(self._questions or ("Why?",))
@@ -297,7 +294,9 @@ class Dialogues:
         chosen = [n for n in (first, *(first + np.cumsum(steps))) if n < len(sentences)]
         answer = self._encode(" ".join(sentences[n] for n in chosen))[: self._answer_tokens - 1]
         talk = Conversation(system, "quote")
-        talk.tokens = self._encode(f"{head}{BEGIN}user\n{question}{END}\n{BEGIN}assistant\n")
+        talk.tokens = self._encode(
+            f"{_instruction(system)}{BEGIN}user\n{question}{END}\n{BEGIN}assistant\n"
+        )
         talk.positions = [*range(len(talk.tokens), len(talk.tokens) + len(answer) + 1)]
         talk.tokens += [*answer, self.end]
         return talk
@@ -334,6 +333,11 @@ class Dialogues:
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _instruction(system: str) -> str:
+    """The turn before a conversation."""
+    return f"{BEGIN}system\n{system}{END}\n" if system else ""
 
 
 def _to_ask(talk: Conversation) -> None:

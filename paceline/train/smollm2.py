@@ -17,7 +17,7 @@ import torch
 
 from paceline.bench.environment import describe_environment
 from paceline.bench.suites import read_prompts
-from paceline.errors import PacelineError
+from paceline.errors import InvalidArgument, PacelineError
 from paceline.gguf_folder import model_folder
 from paceline.loading import limit_threads
 from paceline.model_names import resolve_model
@@ -132,7 +132,10 @@ def make(
         shard_size=GPU_SHARD if on_gpu else SHARD,
     )  # fmt: skip
     if quotes:
-        dialogues = Dialogues(load_tokenizer(target), asked, given, seed=seed)
+        if not given:
+            raise InvalidArgument("quotes", quotes, "0 without texts from files")
+        written = len([*(work / "quotes").glob("*.npz")])
+        dialogues = Dialogues(load_tokenizer(target), asked, given, seed=seed + written)
         long = GPU_LENGTH if on_gpu else LENGTH
         quoted = (talk for talk in iter(dialogues.quote, None) if len(talk.tokens) <= long)
         write_conversations(quoted, work / "quotes", tokens=quotes, shard_size=GPU_SHARD)

@@ -157,6 +157,8 @@ def test_a_head_goes_on_from_an_earlier_one(talks: list[Talk], tmp_path: Path) -
         assert not torch.equal(parameter, before[name]), name
     with pytest.raises(ModelNotFound, match="does not fit"):
         trainer("third", earlier=tmp_path / "head", **{"options": replace(OPTIONS, num_layers=2)})
+    with pytest.raises(ModelNotFound, match=r"no model\.safetensors to go on from"):
+        trainer("fourth", earlier=tmp_path / "nothing")
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.errors import InvalidArgument
 from paceline.train import conversations
 from paceline.train.chat_head import read_talks
 from paceline.train.conversations import (
@@ -25,7 +26,7 @@ from paceline.train.conversations import (
     Dialogues,
     write_conversations,
 )
-from paceline.train.smollm2 import CHAINS, Report, model_card
+from paceline.train.smollm2 import CHAINS, Report, make, model_card
 
 
 class Letters:
@@ -98,6 +99,14 @@ def test_quotes_are_sentences_of_the_text(monkeypatch: pytest.MonkeyPatch) -> No
         assert all(each in question for each in whole)
         sizes.add(len(whole))
     assert max(sizes) > 1
+    short = dialogues(monkeypatch, texts=["Too short. To cut."])
+    assert "Too short. To cut." in LETTERS.decode(short.quote().tokens)
+
+
+def test_quotes_need_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.train.smollm2.converse", lambda *_, **__: iter(()))
+    with pytest.raises(InvalidArgument, match="quotes: got 5, expected 0 without texts"):
+        make(tmp_path, tmp_path / "work", model="demo", tokens=0, quotes=5)
 
 
 def test_a_turn_goes_on_ends_or_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -18,7 +19,7 @@ from paceline.deployments.gateway import Relay
 from paceline.deployments.lease import Lease
 from paceline.deployments.target_calls import MAX_LOOKS
 from paceline.drafters.draft_model import DraftModel
-from paceline.engine import Engine, EngineThread
+from paceline.engine import Engine, EngineThread, RoundEvent
 from paceline.errors import InvalidArgument, NumericsMismatch
 from paceline.loading import load_runner
 from paceline.models.base import ModelRunner
@@ -44,6 +45,8 @@ from tests.rpc.test_device import PROMPT, ar
 PARAMS = SamplingParams(max_tokens=60, temperature=1.0, seed=3, ignore_eos=True)
 AR = SpeculationConfig(method="ar")
 QUICK = Patience(silence=0.2, probe=0.3, first_backoff=0.02, give_up=3.0)
+LOST_AFTER = 5
+"""Tokens that the client has when its server is lost."""
 MODES = (Mode.DEVICE, Mode.SERVER, Mode.AR)
 
 
@@ -53,6 +56,9 @@ class Replicas:
 
     Attributes:
         truth: what AR generates on a portable one.
+        goes_on: while clear, the first server stops a little after ``LOST_AFTER`` tokens: however
+            busy the machine is, it has not sent all of them before it is lost. Where a device
+            drafts, the server waits for it anyway.
     """
 
     first: RpcServer
@@ -61,6 +67,15 @@ class Replicas:
     portable: Fingerprint
     another: Fingerprint
     truth: list[int]
+    goes_on: threading.Event
+
+    @contextmanager
+    def losing_the_first(self) -> Iterator[None]:
+        self.goes_on.clear()
+        try:
+            yield
+        finally:
+            self.goes_on.set()
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +85,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def engine_over(runner: ModelRunner) -> Iterator[EngineThread]:
-    thread = EngineThread(Engine(ModelTarget(runner))).start()
+def engine_over(
+    runner: ModelRunner, goes_on: threading.Event | None = None
+) -> Iterator[EngineThread]:
+    engine = Engine(ModelTarget(runner))
+    if goes_on is not None:
+        hold_back(engine, goes_on)
+    thread = EngineThread(engine).start()
     try:
         yield thread
         assert eventually(lambda: not thread.engine.sessions), "sessions leaked"
     finally:
         thread.stop()
     assert runner.num_free == runner.kv_capacity, "KV memory leaked"
+
+
+def hold_back(engine: Engine, goes_on: threading.Event) -> None:
+    step = engine.step
+
+    def held(wait_s: float = 0.05) -> list[RoundEvent]:
+        if any(len(each.output_ids) > LOST_AFTER for each in engine.sessions.values()):
+            goes_on.wait(30)
+        return step(wait_s)
+
+    engine.step = held  # type: ignore[method-assign]
 
 
 def runners_of(kind: str, folder: Path) -> tuple[list[ModelRunner], ModelRunner]:
@@ -104,13 +135,18 @@ def runners_of(kind: str, folder: Path) -> tuple[list[ModelRunner], ModelRunner]
 def replicas(request: pytest.FixtureRequest, folder: Path) -> Iterator[Replicas]:
     portable, other = runners_of(request.param, folder)
     with ExitStack() as stack:
-        engines = [stack.enter_context(engine_over(runner)) for runner in (*portable, other)]
+        goes_on = threading.Event()
+        goes_on.set()
+        engines = [
+            stack.enter_context(engine_over(runner, held))
+            for runner, held in zip((*portable, other), (goes_on, None, None), strict=True)
+        ]
         info = ModelInfo(default_speculation=SpeculationConfig(method="prompt_lookup"))
         servers = [
             stack.enter_context(serving(grace=0.0, engine=each, model=info)) for each in engines
         ]
         yield Replicas(
-            *servers, portable[0].fingerprint, other.fingerprint, ar(portable[0], PARAMS)
+            *servers, portable[0].fingerprint, other.fingerprint, ar(portable[0], PARAMS), goes_on
         )
 
 
@@ -127,13 +163,17 @@ def device(
     )  # fmt: skip
 
 
-def generate_and_lose(client: DeviceClient, netem: Netem) -> list[int]:
+def generate_and_lose(
+    replicas: Replicas, client: DeviceClient, netem: Netem, mode: Mode
+) -> list[int]:
     """All tokens of a generation whose server is lost after the first few."""
     lost = False
-    for _ in client.generate(PROMPT, PARAMS):
-        if len(client.result.token_ids) >= 5 and not lost:
-            netem.refuse()
-            lost = True
+    with nullcontext() if mode is Mode.DEVICE else replicas.losing_the_first():
+        for _ in client.generate(PROMPT, PARAMS):
+            if len(client.result.token_ids) >= LOST_AFTER and not lost:
+                netem.refuse()
+                replicas.goes_on.set()
+                lost = True
     assert lost
     return client.result.token_ids
 
@@ -159,7 +199,7 @@ def test_a_device_goes_on_exactly_where_numerics_are_the_same(
             folder, [netem.address, replicas.other.address, replicas.second.address], mode
         ) as client,
     ):
-        assert generate_and_lose(client, netem) == replicas.truth
+        assert generate_and_lose(replicas, client, netem, mode) == replicas.truth
         assert client.result.fingerprint == str(replicas.portable)
         assert not client.result.numerics_changed
 
@@ -174,11 +214,11 @@ def test_a_device_does_not_go_on_with_other_numerics(
         device(folder, [netem.address, replicas.other.address], mode) as client,
     ):
         with pytest.raises(NumericsMismatch, match=r"numerics class \(portable, here") as caught:
-            generate_and_lose(client, netem)
+            generate_and_lose(replicas, client, netem, mode)
         assert caught.value.expected == str(replicas.portable)
         assert caught.value.actual == str(replicas.another)
         given = client.result.token_ids
-        assert 5 <= len(given) < len(replicas.truth)
+        assert LOST_AFTER <= len(given) < len(replicas.truth)
         assert given == replicas.truth[: len(given)]
 
 
@@ -190,7 +230,7 @@ def test_a_device_goes_on_with_other_numerics_where_it_may(
         Netem(replicas.first.address) as netem,
         device(folder, [netem.address, replicas.other.address], mode, "allow") as client,
     ):
-        tokens = generate_and_lose(client, netem)
+        tokens = generate_and_lose(replicas, client, netem, mode)
         assert len(tokens) == PARAMS.max_tokens
         assert tokens[:5] == replicas.truth[:5]
         assert client.result.numerics_changed
@@ -203,7 +243,7 @@ def test_a_device_that_may_still_prefers_the_same_numerics(
     with Netem(replicas.first.address) as netem:
         servers = [netem.address, replicas.other.address, replicas.second.address]
         with device(folder, servers, Mode.DEVICE, "allow") as client:
-            assert generate_and_lose(client, netem) == replicas.truth
+            assert generate_and_lose(replicas, client, netem, Mode.DEVICE) == replicas.truth
             assert not client.result.numerics_changed
 
 
@@ -298,15 +338,20 @@ def test_a_client_whose_server_comes_back_with_other_numerics(
     replicas: Replicas, numerics_mismatch: str | None
 ) -> None:
     """As when a replica is replaced on another machine: the address stays."""
-    with Netem(replicas.first.address) as netem, Client(netem.address, resume_s=1.5) as client:
+    with (
+        Netem(replicas.first.address) as netem,
+        Client(netem.address, resume_s=1.5) as client,
+        replicas.losing_the_first(),
+    ):
         rounds = []
 
         def run() -> None:
             for item in client.generate(PROMPT, PARAMS, AR, numerics_mismatch=numerics_mismatch):
                 rounds.append(item)
-                if len(rounds) == 5:
+                if len(rounds) == LOST_AFTER:
                     netem.redirect(replicas.other.address)
                     netem.reset()
+                    replicas.goes_on.set()
 
         if numerics_mismatch is None:
             with pytest.raises(NumericsMismatch) as caught:
@@ -358,9 +403,9 @@ class _Counted(DirectLease):
 
 
 def relayed(
-    targets: Targets, lost: RpcServer, numerics_mismatch: str = ""
+    replicas: Replicas, targets: Targets, numerics_mismatch: str = ""
 ) -> tuple[list[int], list[generate_pb2.GenerateReply]]:
-    """The tokens and replies of a generation that begins on ``lost``, which goes after 5 rounds."""
+    """The tokens and replies of a generation that begins on the first server, which is lost."""
     message = generate_pb2.GenerateRequest(
         sampling=sampling_to_message(PARAMS), speculation=speculation_to_message(AR),
         numerics_mismatch=numerics_mismatch,
@@ -368,8 +413,9 @@ def relayed(
     message.token_ids.token_ids.extend(PROMPT)
 
     async def run() -> tuple[list[int], list[generate_pb2.GenerateReply]]:
-        with Netem(lost.address) as netem:
-            there = {netem.address: targets.there.pop(lost.address), **targets.there}
+        with Netem(replicas.first.address) as netem, replicas.losing_the_first():
+            first = targets.there.pop(replicas.first.address)
+            there = {netem.address: first, **targets.there}
             targets.there, targets.count = there, dict.fromkeys(there, 0)
             relay = Relay(targets, idle_timeout_s=60, resume_s=1.0, gate=Gate())
             replies = []
@@ -377,9 +423,10 @@ def relayed(
                 async with aclosing(relay.generate(message.SerializeToString())) as stream:
                     async for _, reply in stream:
                         replies.append(reply)
-                        if len(replies) == 5:
+                        if len(replies) == LOST_AFTER:
                             del targets.there[netem.address]
                             netem.refuse()
+                            replicas.goes_on.set()
             finally:
                 await relay.close()
                 assert not any(targets.count.values()), "a lease leaked"
@@ -392,7 +439,7 @@ def test_the_gateway_looks_for_a_target_with_the_same_numerics(replicas: Replica
     """Whatever Serve offers first; the client does not notice."""
     for _ in range(3):
         targets = Targets(replicas, replicas.first, replicas.other, replicas.second)
-        tokens, replies = relayed(targets, replicas.first)
+        tokens, replies = relayed(replicas, targets)
         assert tokens == replicas.truth
         assert not any(reply.numerics_changed for reply in replies)
 
@@ -400,14 +447,14 @@ def test_the_gateway_looks_for_a_target_with_the_same_numerics(replicas: Replica
 def test_the_gateway_refuses_other_numerics(replicas: Replicas) -> None:
     targets = Targets(replicas, replicas.first, replicas.other)
     with pytest.raises(NumericsMismatch) as caught:
-        relayed(targets, replicas.first)
+        relayed(replicas, targets)
     assert caught.value.expected == str(replicas.portable)
     assert caught.value.actual == str(replicas.another)
 
 
 def test_the_gateway_goes_on_with_other_numerics_where_it_may(replicas: Replicas) -> None:
     targets = Targets(replicas, replicas.first, replicas.other)
-    tokens, replies = relayed(targets, replicas.first, "allow")
+    tokens, replies = relayed(replicas, targets, "allow")
     assert len(tokens) == PARAMS.max_tokens
     told = [(reply.fingerprint, reply.numerics_changed) for reply in replies if reply.fingerprint]
     assert told == [(str(replicas.portable), False), (str(replicas.another), True)]

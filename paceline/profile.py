@@ -586,7 +586,9 @@ def _measure_remote(remote: Drafter, session: Session) -> tuple[tuple[float, ...
     def propose(depth: int) -> None:
         proposed = remote.propose([session], [Budget(depth, depth)])
         (draft,) = at_once(proposed, REMOTE_TIMEOUT_S)
-        session.token_ids += draft.token_ids.tolist()[:1] or [0]  # a draft each
+        # A wrong draft each: what was drafted ahead of a right one would be there at once.
+        token = int(draft.token_ids[0]) if draft.num_nodes else 0
+        session.token_ids.append(token - 1 if token else 1)
 
     remote.open(session)
     try:

@@ -329,6 +329,31 @@ def test_goodput_comes_near_the_best_fixed_length(rate: float, draft: float) -> 
     assert simulator.goodput > 0.95 / 1.1  # AR's
 
 
+@pytest.mark.parametrize("length", ["goodput", None])
+def test_a_way_to_the_drafter_that_was_not_measured_makes_no_draft_short(
+    length: str | None,
+) -> None:
+    """Every draft takes 0.8 longer than measured, whatever its depth. A controller that takes it
+    for a slow drafter, each of whose tokens is dear, drafts one token and never learns better."""
+    profile = CostProfile(
+        key={},
+        batches=(1,),
+        nodes=(1, 17),
+        verify_seconds=((0.6, 1.4),),
+        depths=(1, 4),
+        draft_seconds=((0.08, 0.32),),
+        methods=("draft_model",),
+    )
+    simulator = Simulator(
+        lambda depth: profile.draft(depth, 1) + 0.8, lambda nodes: profile.verify(nodes, 1), 0.1
+    )
+    session = new_session(LengthContext(profile=profile), length=length, num_speculative_tokens=8)
+    simulator.run([session], [0.9], 100)
+    depth, best = simulator.best_goodput(0.9, 1, 8)
+    assert depth == 8
+    assert simulator.goodput > 0.9 * best / 1.1
+
+
 def test_goodput_drafts_again_when_the_drafter_gets_better() -> None:
     simulator = Simulator(lambda depth: 0.1 * depth, lambda nodes: 0.9 + 0.1 * nodes)
     session = new_session(length="goodput", num_speculative_tokens=8)

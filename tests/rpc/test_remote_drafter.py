@@ -552,6 +552,7 @@ def test_costs_of_drafts_from_elsewhere_are_measured_with_the_way_there(
         assert "draft_model" in profile.methods
         assert 0 < profile.draft(1, 1) <= profile.draft(4, 1) < 1
         assert measure() is profile  # once
+        assert remote.counters.num_ahead == 0  # drafts made ahead would show no cost
     kept = find_profile(profile.key)
     assert kept is not None
     assert not kept.methods  # the next drafter may live elsewhere

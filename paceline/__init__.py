@@ -15,14 +15,19 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
 
 # Threads of a forward wait for one another in a busy loop. With the default number of spins, a
 # thread whose partner lost its core to another process wastes its own core: on busy machines a
-# forward took ten times as long. torch reads this when it loads OpenMP; a user's own setting wins.
-if "OMP_WAIT_POLICY" not in os.environ:
+# forward took ten times as long. And as soon as two Python threads have run forwards, as in every
+# server, OpenMP counts more threads than processors and spins a tenth of that: its threads fell
+# asleep at every barrier, and a forward of eight rows took four times as long. Only the policy
+# "active" lifts that second limit. torch reads both when it loads OpenMP; a user's settings win.
+if sys.platform == "linux" and "OMP_WAIT_POLICY" not in os.environ:
+    os.environ["OMP_WAIT_POLICY"] = "active"
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _EXPORTS = {

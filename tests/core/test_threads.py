@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -188,3 +191,47 @@ def test_openmps_own_limit_counts(value: str, most: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(kernels, "_num_threads", 0)
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     assert kernels.num_threads() == min(most, kernels.available_cores())
+
+
+TWO_THREADS_OF_PYTHON = """
+import threading, time
+import numpy as np
+from paceline.demo import TARGET_DIR
+from paceline.loading import load_runner
+from paceline.models.base import Segment
+from paceline.models.threads import Threads
+
+runner = load_runner(TARGET_DIR, kv_tokens=1024)
+runner.native_ops.threads = Threads(((1, 2),))
+
+def measure():
+    sequence, best = runner.new_sequence(), 1.0
+    for _ in range(200):
+        started = time.perf_counter()
+        runner.forward([Segment(sequence, np.arange(8))])
+        best = min(best, time.perf_counter() - started)
+        runner.commit(sequence, ())
+    runner.free(sequence)
+    found.append(best)
+
+found = []
+measure()
+other = threading.Thread(target=measure)
+other.start()
+other.join()
+print(found[1] / found[0])
+"""
+
+
+@pytest.mark.alone
+@pytest.mark.skipif(usable_cores().usable < 2, reason="one processor: there is nothing to wait for")
+def test_a_servers_thread_is_as_fast_as_the_one_that_measured() -> None:
+    """Each Python thread that runs forwards has OpenMP threads of its own. With more of them than
+    processors, OpenMP puts those that wait to sleep, and forwards took four times as long."""
+    own = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_THREADS_OF_PYTHON],
+        env={name: value for name, value in os.environ.items() if name not in own},
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert float(done.stdout) < 1.6

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
-_MEMORY = 0.9  # decay of measurements, for each one
+_MEMORY = 0.9  # decay of the time between places, for each one
+_TOKENS = 4096.0  # prompt tokens after which older ones count a third
 _LEAST_GAPS = 16  # or as many as there are places: fewer say little
 
 
@@ -28,7 +30,7 @@ class WaitEstimate:
         self._num_gaps, self._least_gaps = 0, min(num_places, _LEAST_GAPS)
         self._place_s = 0.0  # between two places that become free
         self._left_at: float | None = None
-        self._token_s = 0.0  # for each prompt token
+        self._read, self._read_s = 0.0, 0.0  # prompt tokens, and the seconds of their steps
 
     def place_left(self, num_waiting: int) -> None:
         """A session has left its place, for which ``num_waiting`` sessions wait."""
@@ -41,8 +43,11 @@ class WaitEstimate:
 
     def prompts_read(self, num_tokens: int, seconds: float) -> None:
         """A step of ``seconds`` has read ``num_tokens`` prompt tokens."""
-        if num_tokens:
-            self._token_s = _mean(self._token_s, seconds / num_tokens)
+        # By tokens: many steps that read little each, between tokens of other sessions, say less of
+        # what a crowd's prompts take than a few that read much.
+        memory = math.exp(-num_tokens / _TOKENS)
+        self._read = memory * self._read + num_tokens
+        self._read_s = memory * self._read_s + seconds
 
     def seconds(self, num_ahead: int, num_tokens: int) -> float:
         """Until the first token of a request.
@@ -52,8 +57,5 @@ class WaitEstimate:
             num_tokens: prompt tokens that are read before its first token, its own included.
         """
         place_s = self._place_s if self._num_gaps >= self._least_gaps else 0.0
-        return max(num_ahead * place_s, num_tokens * self._token_s)
-
-
-def _mean(before: float, value: float) -> float:
-    return _MEMORY * before + (1.0 - _MEMORY) * value if before else value
+        token_s = self._read_s / self._read if self._read else 0.0
+        return max(num_ahead * place_s, num_tokens * token_s)

@@ -147,6 +147,19 @@ def test_the_estimate_of_a_wait() -> None:
     assert wait.seconds(1, 10_000) == pytest.approx(50.0)
 
 
+def test_steps_that_read_little_do_not_refuse_a_crowd() -> None:
+    """They take as long as the tokens of other sessions beside them, however little they read."""
+    wait = WaitEstimate(clock=Clock())
+    for _ in range(16):
+        wait.prompts_read(256, 0.256)
+    for _ in range(40):
+        wait.prompts_read(16, 0.1)  # six times as long for each token
+    assert 10.0 < wait.seconds(0, 10_000) < 25.0
+    for _ in range(1000):  # so it goes on: that is what a prompt takes now
+        wait.prompts_read(16, 0.1)
+    assert wait.seconds(0, 10_000) == pytest.approx(62.5, rel=0.05)
+
+
 def test_places_that_become_free_together_are_averaged() -> None:
     """Requests that are alike end together: 64 at once, every eight seconds."""
     clock = Clock()

@@ -278,34 +278,31 @@ class Line:
         self._xx = memory * self._xx + depth * depth
         self._xy = memory * self._xy + depth * seconds
 
+    @property
+    def mean(self) -> tuple[float, float]:
+        """The middle of the points."""
+        return self._x / self.weight, self._y / self.weight
+
     def at(self, depth: float, origin: float | None = None) -> float:
         """Seconds at ``depth``; see :meth:`fit`."""
         first, slope = self.fit(origin)
         return first + slope * depth
 
-    def fit(
-        self,
-        origin: float | None = None,
-        least_spread: float = 0.0,
-        expected_slope: float | None = None,
-    ) -> tuple[float, float]:
+    def fit(self, origin: float | None = None, least_spread: float = 0.0) -> tuple[float, float]:
         """Seconds at depth 0, and seconds for each token.
 
-        While only one depth is known, the line has the slope ``expected_slope``, or starts at
-        ``origin`` seconds, or else at half of the known seconds: an optimistic guess about deeper
-        drafts, which the first of them corrects.
+        While only one depth is known, the line starts at ``origin`` seconds, or else at half of the
+        known seconds: an optimistic guess about deeper drafts, which the first of them corrects.
 
         Args:
             least_spread: standard deviation of the known depths that would make them reliable; the
                 further they are below it, the more that guess decides the slope.
         """
-        x, y = self._x / self.weight, self._y / self.weight
+        x, y = self.mean
         if x == 0:
             return y, 0.0
         variance = self._xx / self.weight - x * x
-        guess = expected_slope
-        if guess is None:
-            guess = (y - (0.5 * y if origin is None else origin)) / x
+        guess = (y - (0.5 * y if origin is None else origin)) / x
         known = least_spread**2 + variance
         if known > 1e-3:
             slope = (self._xy / self.weight - x * y + least_spread**2 * guess) / known

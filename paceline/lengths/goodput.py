@@ -314,8 +314,8 @@ class Learnt:
         self.measured = _Measured(profile) if profile else None
         self._profile = profile if profile and method in profile.methods else None
         self.knows_drafting = self._profile is not None
-        # Observed seconds of drafts over measured ones. A line and not a factor: in actors and on
-        # devices, most of what a measurement missed is the way there, the same for every depth.
+        # Measured and observed seconds of drafts. What they take beyond the measured ones is added
+        # and no factor: in actors and on devices it is mostly the way there, for every depth alike.
         self._drafts = Line()
         self._last_drafts: deque[tuple[float, float]] = deque(maxlen=LOW_OF)
         if self._profile is not None:
@@ -474,8 +474,9 @@ class Learnt:
             batch = max(1, load.num_running)
             one, more = self._profile.draft(1, batch), self._profile.draft(1 + _SPAN, batch)
             slope = (more - one) / _SPAN
-            added, factor = self._drafts.fit(least_spread=FAR_APART * slope, expected_slope=1.0)
-            return added + factor * (one - slope), factor * slope
+            measured, observed = self._drafts.mean
+            factor = min(1.0, observed / measured)
+            return observed - factor * (measured - one + slope), factor * slope
         if not self.knows_drafting:
             return 0.0, 0.0  # a single draft may have been disturbed
         known = self._nearest(_size(load), lambda batch: batch.draft)

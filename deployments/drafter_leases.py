@@ -63,7 +63,8 @@ class DrafterLeases:
 
     async def _pause(self) -> None:
         try:
-            await asyncio.wait_for(self._lost.wait(), LOOK_S)
+            async with asyncio.timeout(LOOK_S):
+                await self._lost.wait()
         except TimeoutError:
             return
         self._lost.clear()

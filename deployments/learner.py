@@ -248,8 +248,8 @@ class RejectionSender:
                 continue
             changes = (new - old for new, old in zip(now, self._told, strict=True))
             try:
-                call = self._learner.add.remote(batch, JudgedCounts(*changes))
-                await asyncio.wait_for(call, CALL_TIMEOUT_S)
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    await self._learner.add.remote(batch, JudgedCounts(*changes))
                 self._told, away = now, False
             except Exception as error:  # serving does not depend on it
                 self._lost += len(batch)
@@ -288,8 +288,8 @@ class WeightsFollower:
         """Ask every :data:`ASK_S` seconds until cancelled."""
         while True:
             with suppress(Exception):  # the learner starts, or is away
-                call = self._learner.next_weights.remote(self._replica, self.version)
-                found = await asyncio.wait_for(call, CALL_TIMEOUT_S)
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    found = await self._learner.next_weights.remote(self._replica, self.version)
                 if found is not None:
                     await self._load(found)
                     continue  # says that it is the next one's turn

@@ -320,7 +320,8 @@ async def open_lease(
     while (left := deadline - time.monotonic()) > 0:
         response = stream.open_session.remote(holder, **wishes)
         try:
-            endpoint = await asyncio.wait_for(anext(response), min(left, _ATTEMPT_S))
+            async with asyncio.timeout(min(left, _ATTEMPT_S)):
+                endpoint = await anext(response)
         except (ray.exceptions.RayError, RayServeException, StopAsyncIteration) as error:
             # Serve picked a replica that is stopping or dead, and has not noticed it yet: it may be
             # the preferred one.

@@ -278,7 +278,8 @@ class SharedQuotas:
         A new ledger's key signs only when the other gateways have had time to learn it.
         """
         with suppress(Exception):  # the known ones are good for the sessions that are known
-            await asyncio.wait_for(self._learn_key(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._learn_key()
         if not self._keys:  # sessions are this gateway's alone until the ledger is there
             self._keys["own"] = (secrets.token_bytes(MIN_KEY_LENGTH), time.monotonic())
         (_, came_at), *others = self._keys.values()
@@ -296,7 +297,8 @@ class SharedQuotas:
     async def _run(self) -> None:
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), SYNC_S)
+                async with asyncio.timeout(SYNC_S):
+                    await self._wake.wait()
             self._wake.clear()
             waiters, self._waiters = self._waiters, []
             try:
@@ -315,7 +317,8 @@ class SharedQuotas:
         asks = {name: ask for name, ask in asks.items() if self._has_news(name, ask)}
         news = self.poison.take_news()
         try:
-            reply = await asyncio.wait_for(self._link.sync(self._name, asks, news), TIMEOUT_S)
+            async with asyncio.timeout(TIMEOUT_S):
+                reply = await self._link.sync(self._name, asks, news)
         except Exception:
             self.poison.give_back(news)
             raise
@@ -360,4 +363,5 @@ class SharedQuotas:
             if not waiter.done():
                 waiter.set_result(None)
         with suppress(Exception):
-            await asyncio.wait_for(self._link.leave(self._name), TIMEOUT_S)
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._link.leave(self._name)

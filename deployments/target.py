@@ -304,7 +304,8 @@ class TargetDeployment:
 
     async def check_health(self) -> None:
         """Raise if the engine takes no calls any more; Serve then replaces the replica."""
-        await asyncio.wait_for(on_engine(self._engine, lambda engine: None), HEALTH_TIMEOUT_S)
+        async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            await on_engine(self._engine, lambda engine: None)
         check = getattr(self._engine, "check_health", None)
         if check is not None:
             await check()

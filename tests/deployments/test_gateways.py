@@ -638,3 +638,17 @@ async def test_a_round_costs_no_call_of_the_ledger(
         seconds = asyncio.get_running_loop().time() - before
         assert link.num_calls <= 2 * (seconds + 1)  # heartbeats of two gateways
         await session.close()
+
+
+@pytest.mark.parametrize("passes", range(6))
+async def test_quotas_that_are_stopped_while_they_wake_up(passes: int) -> None:
+    """A cancellation that comes together with what a task waited for is not lost."""
+    quotas = SharedQuotas(LocalLink(), num_gateways=1)
+    quotas.start()
+    await quotas.fetch()
+    async with asyncio.timeout(5):
+        waiting = asyncio.ensure_future(quotas.fetch())
+        for _ in range(passes):  # of the loop, until the task is about to go on
+            await asyncio.sleep(0)
+        await quotas.stop()
+        await waiting

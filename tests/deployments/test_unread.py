@@ -103,7 +103,8 @@ async def test_one_token_answers_that_are_not_read_hold_no_target(engine: Engine
     ):
         stub = generate_pb2_grpc.GenerateServiceStub(channel)
         calls = [stub.Generate(message(ONE)) for _ in range(160)]
-        expected = await asyncio.wait_for(tokens_of(address, ONE), 30)
+        async with asyncio.timeout(30):
+            expected = await tokens_of(address, ONE)
         num_done = 0
         for _ in range(200):
             counters = engine.call(lambda each: each.take_counters())
@@ -128,7 +129,8 @@ async def test_long_answers_that_are_not_read_are_parked_and_go_on_exactly(
         stub = generate_pb2_grpc.GenerateServiceStub(channel)
         calls = [stub.Generate(message(LONG)) for _ in range(PLACES)]
         await asyncio.sleep(0.5)
-        assert await asyncio.wait_for(tokens_of(address, LONG), 30) == expected
+        async with asyncio.timeout(30):
+            assert await tokens_of(address, LONG) == expected
         for _ in range(200):
             if not places.num_held:
                 break

@@ -124,16 +124,15 @@ class DrafterSet(dict[str, Drafter]):
 
     def refusal(self, method: Method) -> str | None:
         """Why a method cannot draft here; None if it can."""
+        if method.drafter in self:  # it has its parts and its head
+            return None
         missing = self.missing(method, method.uses)
         if missing:
             return f"drafter not loaded here: {', '.join(missing)}"
-        # A loaded drafter has its parts already.
-        parts = () if method.drafter in self else method.uses
-        elsewhere = [name for name in parts if name in self and self[name].elsewhere]
+        elsewhere = [name for name in method.uses if name in self and self[name].elsewhere]
         if elsewhere:
             return f"drafter in another process: {', '.join(elsewhere)}"
-        here = method.drafter not in self.given  # else its process has the head
-        if here and method.head and not (self.heads and self.heads.has(method.head)):
+        if method.head and not (self.heads and self.heads.has(method.head)):
             where = f" in {self.heads.folder}" if self.heads else ""
             return f"no trained head{where}: `paceline train {method.head}` makes one"
         return None

@@ -67,8 +67,7 @@ class Engine:
         heads: HeadLibrary | None = None,
     ) -> None:
         self.target = target
-        self.tokenizer = tokenizer
-        self.eos_token_ids = tuple(eos_token_ids)
+        self.tokenizer, self.eos_token_ids = tokenizer, tuple(eos_token_ids)
         self.limits = limits or EngineLimits()
         if isinstance(target, ModelTarget):
             target.shares_prefixes = self.limits.prefix_cache
@@ -86,6 +85,7 @@ class Engine:
             target, self.drafters, self.catalogue,
             tokenizer=tokenizer, eos_token_ids=self.eos_token_ids,
             num_sessions=lambda: min(len(self.sessions), self.limits.max_sessions - 1),
+            check_queue=lambda *request: self.scheduler.check_queue(*request),
             length_context=replace(
                 length_context or LengthContext(),
                 shadow_share=self.drafting.shadow_share,

@@ -118,12 +118,13 @@ class FairShares:
         candidates = (s for s in running if self._shares[s.tenant] is most)
         return max(candidates, key=lambda session: (session.priority, session.stats.started_at))
 
-    def may_wait(self, session: Session, num_waiting: Counter[str], most: int) -> bool:
-        """Whether one more session may queue where ``most`` may: the last places are shared."""
+    def may_wait(self, tenant: str, num_waiting: Counter[str], most: int) -> bool:
+        """Whether one more of a tenant's sessions may queue where ``most`` may; the last places are
+        shared."""
         if num_waiting.total() < most:
             return True
-        num_tenants = len(num_waiting | Counter({session.tenant: 1}))
-        return num_waiting[session.tenant] < most // num_tenants and num_tenants > 1
+        num_tenants = len(num_waiting | Counter({tenant: 1}))
+        return num_waiting[tenant] < most // num_tenants and num_tenants > 1
 
     # --- time -----------------------------------------------------------------------------------
 

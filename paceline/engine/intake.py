@@ -41,6 +41,7 @@ class Intake:
 
     Args:
         num_sessions: returns how many sessions will run beside a new one.
+        check_queue: refuses a request of this tenant, priority and tokens if the queue is full.
     """
 
     def __init__(
@@ -52,13 +53,14 @@ class Intake:
         tokenizer: Tokenizer | None,
         eos_token_ids: Iterable[int],
         num_sessions: Callable[[], int],
+        check_queue: Callable[[str, int, Sequence[int]], None],
         length_context: LengthContext,
     ) -> None:
         self._target = target
         self._drafters = drafters
         self._catalogue = catalogue
         self._tokenizer = tokenizer
-        self._num_sessions = num_sessions
+        self._num_sessions, self._check_queue = num_sessions, check_queue
         self._plans: dict[SpeculationConfig, Plan] = {}
         self._eos_token_ids = tuple(eos_token_ids)
         self.length_context = _completed(length_context, target)
@@ -76,16 +78,19 @@ class Intake:
         if len(request.continuations):
             return self._scored_tree(request)
         prompt_ids = self._checked_prompt(request.prompt_ids)
-        plan = self._plan(request)
-        ranks = self._ranks(plan, params)
-        if ranks is not None:
-            plan = plan.with_ranks(ranks.rates())
         if len(request.committed) > target.context_length:
             raise InvalidArgument(
                 "committed_token_ids", f"{len(request.committed)} tokens",
                 f"at most as many as the context has, {target.context_length}",
             )  # fmt: skip
         committed = self.checked_tokens("committed_token_ids", request.committed)
+        # A crowd is refused again and again: before its plans, which take longer, and in which
+        # drafters get turns to be tried.
+        self._check_queue(request.tenant, request.priority, [*prompt_ids, *committed])
+        plan = self._plan(request)
+        ranks = self._ranks(plan, params)
+        if ranks is not None:
+            plan = plan.with_ranks(ranks.rates())
         self._check_prediction(request.prediction, plan)
         self._check_params(params)
         session = Session(
@@ -152,6 +157,7 @@ class Intake:
             if given:
                 raise InvalidArgument(name, "set", "nothing with continuations")
         self._check_params(params)
+        self._check_queue(request.tenant, request.priority, prompt_ids)
         session = ScoredTree(
             request.session_id or secrets.token_hex(8), prompt_ids, params, continuations,
             eos_token_ids=self._eos_token_ids, tokenizer=self._tokenizer,

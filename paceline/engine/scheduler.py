@@ -120,15 +120,13 @@ class Scheduler:
 
         Raises:
             InvalidArgument: its id is in use.
-            ResourceExhausted: the queue is full, or the first token would come too late.
+            ResourceExhausted: the first token would come too late.
         """
         if session.session_id in self.sessions:
             raise InvalidArgument("session_id", session.session_id, "an id that is not in use")
-        key = (session.tenant, session.priority), lambda: hash(tuple(session.token_ids))
-        num_first = self._returns.num_before(*key)
+        key = _key_of(session.tenant, session.priority, session.token_ids)
         try:
-            self._check_queue(session, num_first)
-            self._check_wait(session, num_first)
+            self._check_wait(session, self._returns.num_before(*key))
         except ResourceExhausted as error:
             error.retry_after_s = self._returns.promise(*key, error.retry_after_s)
             raise
@@ -137,22 +135,26 @@ class Scheduler:
         self._shares.add(session)
         self._waiting.append(session)
 
-    def _check_queue(self, session: Session, num_first: int) -> None:
-        """Refuse a session if the queue is full.
+    def check_queue(self, tenant: str, priority: int, token_ids: Sequence[int]) -> None:
+        """Refuse a request if the queue is full, before anything is made for it.
 
-        Args:
-            num_first: refused ones that come back before it; half of the queue is kept for them.
+        Raises:
+            ResourceExhausted: its place is another's.
         """
+        key = _key_of(tenant, priority, token_ids)
+        # Of refused ones that come back before it; half of the queue is kept for them.
+        num_first = self._returns.num_before(*key)
         room = self._max_waiting - min(num_first, self._max_waiting // 2)
         if len(self._waiting) >= room:
             self.admit()  # some of them may fit already and wait only for the next step
         if len(self._waiting) < room:
             return
         waiting = Counter(each.tenant for each in self._waiting)
-        if not self._shares.may_wait(session, waiting, room):
+        if not self._shares.may_wait(tenant, waiting, room):
+            seconds = self._wait.seconds(1 + num_first, 0)
             raise ResourceExhausted(
                 f"{len(self._waiting)} sessions are waiting already",
-                retry_after_s=self._wait.seconds(1 + num_first, 0),
+                retry_after_s=self._returns.promise(*key, seconds),
             )
 
     def _check_wait(self, session: Session, num_first: int) -> None:
@@ -370,6 +372,13 @@ class Scheduler:
             self._shares.charge(seconds, [*drafted, *prefill])
         for session, _ in prefill:
             self.after_prefill(session)
+
+
+def _key_of(
+    tenant: str, priority: int, token_ids: Sequence[int]
+) -> tuple[tuple[str, int], Callable[[], int]]:
+    """How :class:`Returns` knows a request: its group, and a hash of its tokens."""
+    return (tenant, priority), lambda: hash(tuple(token_ids))
 
 
 def _with_masks(sessions: Sequence[Session]) -> list[Session]:

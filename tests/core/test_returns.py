@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config import SpeculationConfig
 from paceline.engine import Engine, EngineLimits
 from paceline.engine.returns import EXPECTED_S, LONGEST_S, Returns
 from paceline.engine.waiting import WaitEstimate
 from paceline.errors import ResourceExhausted
+from paceline.lengths.experience import experience_of
 from tests.core.engines import small_engine
 from tests.core.test_waiting import Clock, submit
 
@@ -106,6 +108,22 @@ def test_no_group_waits_for_another(tiny_folder: Path) -> None:
     engine.cancel(sessions[0].session_id)
     submit(engine, 10, priority=-1)
     assert refused(engine, 11, priority=-1) == 1.0
+
+
+def test_refused_requests_take_no_turn_to_try_a_drafter(tiny_folder: Path) -> None:
+    """In a crowd a few sessions try each drafter, and it is refused requests that come often."""
+    limits = EngineLimits(max_sessions=6, max_waiting=1)
+    engine = small_engine(tiny_folder, limits=limits).engine
+    roster = experience_of(engine.length_context).roster
+    auto = SpeculationConfig(method="auto")
+    for i in range(7):
+        submit(engine, i, speculation=auto)
+    tried = dict(roster._tried)
+    assert tried
+    for i in range(7, 50):
+        refused(engine, i, speculation=auto)
+    assert roster._tried == tried
+    assert not roster._refused
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -44,7 +44,8 @@ class PrefillPace:
 
     A token of a long prompt costs as much as many tokens of a short one, so a fixed number of
     tokens does not bound a step's time. A step that takes longer than ``stretch`` times a step
-    without prefill halves the number; otherwise the number grows slowly.
+    without prefill halves the number; otherwise the number grows slowly. Where prompts come so fast
+    that no step is without prefill, steps with the least of it tell what those without would take.
 
     Args:
         most: upper bound in tokens, and the number read while no session decodes.
@@ -55,7 +56,9 @@ class PrefillPace:
         self._most = most
         self._stretch = stretch
         self._room = float(most)
-        self._alone_s = 0.0  # running mean of steps without prefill
+        # Running means of the seconds of steps without prefill, by the number of sessions: its next
+        # power of two, since a step of many sessions takes several times as long as one of few.
+        self._alone: dict[int, float] = {}
 
     def room(self, any_decoding: bool) -> int:
         """Most prompt tokens that the next step reads."""
@@ -97,13 +100,30 @@ class PrefillPace:
         """Learn from a step that verified for ``num_decoding`` sessions and read ``num_tokens``."""
         if self._stretch is None or not num_decoding:
             return
+        alone = self._alone_s(num_decoding)
+        too_long = bool(alone) and seconds > self._stretch * alone
+        size = num_decoding.bit_length()
         if not num_tokens:
-            before = self._alone_s or seconds
-            self._alone_s = 0.9 * before + 0.1 * min(seconds, 2 * before)
-        elif self._alone_s and seconds > self._stretch * self._alone_s:
+            before = self._alone.get(size, seconds)
+            self._alone[size] = 0.9 * before + 0.1 * min(seconds, 2 * before)
+        elif too_long and num_tokens <= MIN_PREFILL:  # not because of the prompts
+            self._alone[size] = min(seconds, 2 * alone)
+        elif too_long:
             self._room = max(MIN_PREFILL, min(self._room, num_tokens) / 2)
         elif num_tokens >= int(self._room):
             self._room = min(self._most, 1.1 * self._room + 1)
+
+    def _alone_s(self, num_decoding: int) -> float:
+        """Seconds of a step without prefill; 0 while nothing is known.
+
+        Where such a number of sessions is new, at most as much longer than with the nearest number
+        that is known as there are more sessions.
+        """
+        size = num_decoding.bit_length()
+        if not self._alone:
+            return 0.0
+        nearest = min(self._alone, key=lambda known: abs(known - size))
+        return self._alone[nearest] * 2.0 ** max(0, size - nearest)
 
 
 class KvAdmission:

@@ -245,6 +245,39 @@ def test_prefill_beside_decoding_is_bounded_in_time_and_goes_on() -> None:
     assert max(late) < 2 * 0.004
     assert sum(late) / len(late) > 0.002  # the prompt has most of the time that it may have
     assert pace.room(any_decoding=False) == 256
+
+
+@pytest.mark.parametrize("num_seen", [1, 64])
+def test_a_crowd_after_a_single_session_reads_its_prompts_at_once(num_seen: int) -> None:
+    """Its steps take long because it is a crowd. Since some prompt is always being read then, no
+    step without prefill shows that."""
+
+    def seconds(num_decoding: int, num_read: int) -> float:
+        return 0.005 + 0.001 * (num_decoding + num_read)
+
+    pace = PrefillPace(256, 4.0)
+    pace.observe(seconds(num_seen, 0), num_seen, 0)
+    for _ in range(200):  # what is left at the end of a busy time
+        pace.observe(seconds(1, 0), 1, 0)
+    read = []
+    for _ in range(100):
+        read.append(room := min(150, pace.room(any_decoding=True)))
+        pace.observe(seconds(48, room), 48, room)
+    assert sum(read[:20]) / 20 > 40
+    assert sum(read[50:]) / 50 > 100  # 53 ms without, 4 times as much with about 150 tokens
+
+
+def test_steps_that_became_slower_do_not_stop_the_prompts() -> None:
+    """Where even the least prefill seems to make a step too long, it is not the prefill."""
+    pace = PrefillPace(256, 4.0)
+    pace.observe(0.001, 4, 0)
+    for _ in range(100):
+        room = pace.room(any_decoding=True)
+        pace.observe(0.01 + 1e-5 * room, 4, room)
+    assert pace.room(any_decoding=True) > 100
+
+
+def test_without_a_limit_a_step_reads_the_most() -> None:
     assert PrefillPace(256, None).room(any_decoding=True) == 256
 
 

@@ -84,12 +84,10 @@ class Intake:
                 f"at most as many as the context has, {target.context_length}",
             )  # fmt: skip
         committed = self.checked_tokens("committed_token_ids", request.committed)
-        # A crowd is refused again and again: before its plans, which take longer, and in which
-        # drafters get turns to be tried.
+        # Before a plan is made: that takes longer, and sessions take turns to try drafters.
         self._check_queue(request.tenant, request.priority, [*prompt_ids, *committed])
         plan = self._plan(request)
-        ranks = self._ranks(plan, params)
-        if ranks is not None:
+        if (ranks := self._ranks(plan, params)) is not None:
             plan = plan.with_ranks(ranks.rates())
         self._check_prediction(request.prediction, plan)
         self._check_params(params)
@@ -194,8 +192,7 @@ class Intake:
 
     def refusal(self, method: Method) -> str | None:
         """Why a method cannot run here; None if it can."""
-        reason = self._drafters.refusal(method)
-        if reason is not None:
+        if (reason := self._drafters.refusal(method)) is not None:
             return reason
         rule = ACCEPTANCE_RULES[method.acceptance]
         needs = method.needs | rule.needs

@@ -13,7 +13,7 @@ drafts nothing while that controller's drafts promise fewer tokens per second th
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -47,7 +47,6 @@ MEMORY = 0.95  # decay of acceptance in each round that drafted: about the last 
 AR_MEMORY = 0.8  # decay of the ratio of observed to measured seconds in rounds without a draft
 LOW_OF = 6  # of how many rounds the lowest value counts
 FRESH = 8  # rounds with drafts after which the cost of rounds without a draft counts as outdated
-FORGET = 0.01  # by how much costs of drafts of other sizes approach that of the last size, a round
 SURPRISE = 1.4  # factor by which costs must change for a round without a draft to be worth seeing
 CATCH_UP = 4  # rounds without a draft for which a drafter catches up at negligible cost
 # While drafting does not pay, it is tried again after a pause (in rounds). The pause doubles each
@@ -236,33 +235,30 @@ class _Measured:
         # than the measured context, caches are colder, and other work uses the machine. _beyond: by
         # what further factor rounds with a draft differ, as a drafter may work at the same time.
         # Only rounds without a draft show whether the machine has changed.
-        self._drift = 1.0
-        self._beyond: dict[int, float] = {}  # by the draft's size, see _class_of
-        self._moved: dict[int, float] = {}  # its change since a round without a draft was seen
-        self._last_class = 0
+        self._drift, self._beyond = 1.0, 1.0
+        self._seen = 1.0  # their product when a round without a draft was last seen
         self._since_ar = FRESH + 1  # rounds that drafted since then
-        self._num_drafted: Counter[int] = Counter()
-        self._ratios: dict[int, _Low] = defaultdict(_Low)  # 0: in rounds without a draft
+        self._num_drafted = 0
+        self._ratios = _Low(), _Low()  # in rounds without and with a draft
         self._measures_anew = False  # whether rounds without a draft are being measured anew
 
     @property
     def wants_ar(self) -> bool:
         """Whether costs have changed so much that a round without a draft is worth observing."""
-        moved = self._moved.get(self._last_class, 1.0)
+        moved = self._drift * self._beyond / self._seen
         return self._since_ar > FRESH and not 1.0 / SURPRISE < moved < SURPRISE
 
     def verify(self, tokens: float, batch: int, drafts: bool) -> float:
         """Seconds to verify ``tokens`` tokens of each session of a batch."""
         seconds = self._measured(tokens, batch) * self._drift
-        return seconds * self._factor(_class_of(tokens)) if drafts else seconds
+        return seconds * self._beyond if drafts else seconds
 
     def observe(self, tokens: float, batch: int, drafts: bool, seconds: float) -> None:
         """Learn from a verification that took ``seconds``."""
         if seconds <= 0:
             return
         stale = self._since_ar > FRESH
-        size = _class_of(tokens) if drafts else 0
-        ratios = self._ratios[size]
+        ratios = self._ratios[drafts]
         if not drafts and self.wants_ar and not self._measures_anew:
             ratios.clear()
             self._measures_anew = True
@@ -270,44 +266,22 @@ class _Measured:
         if len(ratios) < (2 if drafts else 3):
             return
         if drafts:
-            self._see_draft(size, ratio / self._drift)
+            self._since_ar += 1
+            self._num_drafted += 1
+            memory = min(COST_MEMORY, self._num_drafted / (self._num_drafted + 1))
+            self._beyond = _moved(self._beyond, ratio / self._drift, memory)
             return
-        before = self._drift
+        both = self._drift * self._beyond
         self._drift = _moved(self._drift, ratio, 0.0 if stale else AR_MEMORY)
-        if stale:  # the change was the machine's, not the drafts'
-            for known in self._beyond:
-                self._beyond[known] *= before / self._drift
-        self._since_ar, self._measures_anew = 0, False
-        self._moved.clear()
-
-    def _see_draft(self, size: int, factor: float) -> None:
-        self._since_ar += 1
-        self._num_drafted[size] += 1
-        num = self._num_drafted[size]
-        before = self._factor(size)
-        now = _moved(before, factor, min(COST_MEMORY, num / (num + 1)))
-        self._beyond[size], self._last_class = now, size
-        self._moved[size] = self._moved.get(size, 1.0) * now / before
-        for other in self._beyond:  # what is not seen any more is forgotten, and tried again
-            self._beyond[other] += FORGET * (now - self._beyond[other])
-
-    def _factor(self, size: int) -> float:
-        """By what factor rounds with drafts of this size, or the nearest known one, differ."""
-        known = self._beyond
-        if not known:
-            return 1.0
-        return known[size if size in known else min(known, key=lambda each: abs(each - size))]
+        if stale and self._num_drafted:  # the change was the machine's, not the drafts'
+            self._beyond = both / self._drift
+        self._since_ar, self._seen, self._measures_anew = 0, self._drift * self._beyond, False
 
     def _measured(self, tokens: float, batch: int) -> float:
         known, below = self._by_tokens[batch], int(tokens)
         while len(known) <= below + 1:
             known.append(self._profile.verify(max(1, len(known)), batch))
         return known[below] + (tokens - below) * (known[below + 1] - known[below])
-
-
-def _class_of(tokens: float) -> int:
-    """Sizes of drafts whose costs are corrected together: one to two tokens, to six, to 14 ..."""
-    return int(tokens).bit_length()
 
 
 def _moved(value: float, new: float, memory: float) -> float:

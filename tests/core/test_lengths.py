@@ -354,31 +354,6 @@ def test_a_way_to_the_drafter_that_was_not_measured_makes_no_draft_short(
     assert simulator.goodput > 0.9 * best / 1.1
 
 
-@pytest.mark.parametrize("rate", [0.5, 0.6])
-@pytest.mark.parametrize("length", ["goodput", None])
-def test_long_drafts_whose_costs_were_underestimated(length: str | None, rate: float) -> None:
-    """More than three rows take half as long again as measured, fewer what was measured."""
-    profile = CostProfile(
-        key={},
-        batches=(1,),
-        nodes=(1, 17),
-        verify_seconds=((1.0, 2.6),),
-        depths=(1, 4),
-        draft_seconds=((0.04, 0.16),),
-        methods=("draft_model",),
-    )
-    simulator = Simulator(
-        lambda depth: profile.draft(depth, 1),
-        lambda nodes: profile.verify(nodes, 1) * (1.5 if nodes > 3 else 1.0),
-        0.1,
-    )
-    session = new_session(LengthContext(profile=profile), length=length, num_speculative_tokens=8)
-    simulator.run([session], [rate], 300)
-    depth, best = simulator.best_goodput(rate, 1, 8)
-    assert depth == 2
-    assert simulator.goodput > 0.94 * best / 1.1
-
-
 def test_goodput_drafts_again_when_the_drafter_gets_better() -> None:
     simulator = Simulator(lambda depth: 0.1 * depth, lambda nodes: 0.9 + 0.1 * nodes)
     session = new_session(length="goodput", num_speculative_tokens=8)

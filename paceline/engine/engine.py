@@ -81,19 +81,19 @@ class Engine:
         self.wakeup = threading.Condition()  # notified when a draft has arrived
         self.interrupted: Callable[[], bool] = lambda: False  # True ends a wait for drafts early
         self.drafting = DraftingAhead(self.drafters, target.vocab_size, self.wakeup)
+        self._book = CounterBook()
+        self.scheduler = Scheduler(self.limits, target, self.drafting, self._book)
         self.intake = Intake(
             target, self.drafters, self.catalogue,
             tokenizer=tokenizer, eos_token_ids=self.eos_token_ids,
             num_sessions=lambda: min(len(self.sessions), self.limits.max_sessions - 1),
-            check_queue=lambda *request: self.scheduler.check_queue(*request),
+            check_queue=self.scheduler.check_queue,
             length_context=replace(
                 length_context or LengthContext(),
                 shadow_share=self.drafting.shadow_share,
                 head_of=lambda method: self.catalogue[method].head,
             ),
         )  # fmt: skip
-        self._book = CounterBook()
-        self.scheduler = Scheduler(self.limits, target, self.drafting, self._book)
         self.events = EventDelivery(lambda session, error: self.fail([session], error))
 
     @property

@@ -92,6 +92,13 @@ class Plan:
         config = self.config.model_copy(update={RANK_ACCEPTANCE.name: rates})
         return replace(self, config=config, shape=SHAPES["sequoia"].make(config))
 
+    def without(self, drafters: Sequence[str]) -> Plan:
+        """The same plan, without some of its parts."""
+        parts = tuple(part for part in self.parts if part.drafter not in drafters)
+        names = tuple(part.drafter for part in parts) or None
+        config = self.config.model_copy(update={"drafters": names})
+        return replace(self, config=config, parts=parts)
+
     def new_length_controller(self, context: LengthContext | None = None) -> LengthController:
         """A controller for one session; ``context`` is shared by all sessions of an engine.
 

@@ -22,6 +22,8 @@ from paceline.errors import InvalidArgument
 if TYPE_CHECKING:  # clients of a server need not have torch
     import torch
 
+    from paceline.view import SessionView
+
 IntArray = npt.NDArray[np.int64]
 IndexArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -351,6 +353,10 @@ class Asked(NamedTuple):
 
 class Portfolio(Protocol):
     """One session's choice among several drafters, round by round (method ``auto``)."""
+
+    def leaving(self, session: SessionView) -> Sequence[str]:
+        """Drafters that the session no longer wants; each is named once."""
+        ...
 
     def asks(self, drafter: str) -> int:
         """Depth of the draft to ask a quick drafter for; 0: none in this round."""

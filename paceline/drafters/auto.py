@@ -133,6 +133,8 @@ class AutoDrafter(Drafter):
                 state.drafted = False
         for i in choosing:
             self._states[sessions[i].session_id].drafted = True
+            for name in _portfolio(budgets[i]).leaving(sessions[i]):
+                self._leave(sessions[i], name)
         self._look_up(choosing, sessions, budgets)
         asked: dict[str, dict[int, Budget]] = {}
         picked: dict[int, str] = {}
@@ -157,6 +159,12 @@ class AutoDrafter(Drafter):
                 if picked.get(i) == name:
                     drafts[i] = draft
         return drafts
+
+    def _leave(self, session: SessionView, name: str) -> None:
+        state = self._states[session.session_id]
+        if state.pop(name, None) is not None:
+            state.readers.discard(name)
+            self._guarded(name, [], "close", session)
 
     def _able(self, state: _State) -> list[str]:
         """The session's models that can be asked for a draft now."""

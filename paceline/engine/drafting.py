@@ -240,6 +240,7 @@ class Drafting:
         """Open a session before its first round, or before the first one after a suspension."""
         session.num_known = 0
         try:
+            session.review_drafters()
             drafter = self._of(session)
             drafter.open(session)
             if self.shares_prefixes:

@@ -86,12 +86,12 @@ class Engine:
         self.intake = Intake(
             target, self.drafters, self.catalogue,
             tokenizer=tokenizer, eos_token_ids=self.eos_token_ids,
-            num_sessions=lambda: min(len(self.sessions), self.limits.max_sessions - 1),
             check_queue=self.scheduler.check_queue,
             length_context=replace(
                 length_context or LengthContext(),
                 shadow_share=self.drafting.shadow_share,
                 head_of=lambda method: self.catalogue[method].head,
+                num_sessions=lambda: min(len(self.sessions), self.limits.max_sessions - 1),
             ),
         )  # fmt: skip
         self.events = EventDelivery(lambda session, error: self.fail([session], error))

@@ -40,7 +40,6 @@ class Intake:
     """Checks requests against a target, its drafters and a catalogue, and makes their sessions.
 
     Args:
-        num_sessions: returns how many sessions will run beside a new one.
         check_queue: refuses a request of this tenant, priority and tokens if the queue is full.
     """
 
@@ -52,7 +51,6 @@ class Intake:
         *,
         tokenizer: Tokenizer | None,
         eos_token_ids: Iterable[int],
-        num_sessions: Callable[[], int],
         check_queue: Callable[[str, int, Sequence[int]], None],
         length_context: LengthContext,
     ) -> None:
@@ -60,7 +58,7 @@ class Intake:
         self._drafters = drafters
         self._catalogue = catalogue
         self._tokenizer = tokenizer
-        self._num_sessions, self._check_queue = num_sessions, check_queue
+        self._check_queue = check_queue
         self._plans: dict[SpeculationConfig, Plan] = {}
         self._eos_token_ids = tuple(eos_token_ids)
         self.length_context = _completed(length_context, target)
@@ -259,7 +257,7 @@ class Intake:
         reads_states = not self._drafters.remote
         roster = experience_of(self.length_context).roster
         workload = workload_of(len(request.prompt_ids), bool(request.prediction), request.params)
-        num_sessions = self._num_sessions() + 1
+        num_sessions = self.length_context.num_sessions() + 1
         for methods in AUTO_CHOICES:
             for method in (self._catalogue[name] for name in methods if name in self._catalogue):
                 if (
@@ -289,7 +287,7 @@ class Intake:
         cached = num_cached(self._target, prompt[:-1], *owner)
         share = int(AGAIN_SHARE * request.params.max_tokens)
         again = max(MOST_AGAIN, min(share, MOST_AGAIN_OF_LONG))
-        if self._num_sessions() + 1 >= CROWD:
+        if self.length_context.num_sessions() + 1 >= CROWD:
             again = 0
         return len(prompt) - known <= LONGEST_READ and cached - known <= again
 

@@ -35,6 +35,7 @@ from paceline.lengths.experience import (
     RELAY,
     SHARED_MEMORY,
     DepthRates,
+    Members,
     Roster,
     crowded,
     experience_of,
@@ -68,7 +69,7 @@ WORTH_MEMORY = 0.9  # decay of what a quick drafter's drafts have saved, for eac
 REACHED = 0.7  # probability that all tokens before a draft's next one are right
 MOST_SURE = 0.9  # highest confidence that a draft must have to go on
 PATIENCE_S = 0.08  # longest wait for a draft of another process
-NOTHING, NO_PICK = Budget(0, 0), Pick(None, 0)
+NOTHING, NO_PICK, NO_LOAD = Budget(0, 0), Pick(None, 0), Load(0, 0)
 LONG_PROMPT = 512  # tokens: there is much to copy from
 
 
@@ -291,7 +292,8 @@ class Auto:
 
     def __init__(self, bounds: LengthBounds, config: Knobs, context: LengthContext) -> None:
         self._longest = min(bounds.longest, bounds.nodes)
-        self._most = self._longest if getattr(config, "drafters", None) else 0
+        names, self._num_sessions = getattr(config, "drafters", None) or (), context.num_sessions
+        self._members = Members(names, self._num_sessions() + 1)
         self._known = context.shared(
             ("auto", self._longest), lambda: _Known(self._longest, context)
         )
@@ -306,21 +308,19 @@ class Auto:
         self.stop_rule: StopRule | None = self._stop
         self._promise: _Promise | None = None
         self._pick, self._workload, self._num_ar = NO_PICK, "", 0
+        self._load = NO_LOAD
 
     # --- as a length controller ----------------------------------------------------------------
 
     def budget(self, session: SessionView, load: Load) -> Budget:
         """The longest draft that fits; :meth:`pick` then chooses within it."""
-        self._workload = self._workload or workload_of(
-            session.prompt_length, bool(session.prediction), session.params
-        )
         if self._unjudged:
             self._judge(session.token_ids)
         self._step = step = self._known.learnt.step(load)
         self._session, self._load = session, load
         step.first = step.first or session.session_id
-        self._room = min(self._most, session.remaining - 1)
         self._pick, self._promise = NO_PICK, None
+        self._room = min(self._longest, session.remaining - 1) if self._members.names else 0
         if self._room <= 0 or step.measures_ar or self._rest.goes_on():
             self._num_ar += 1
             step.asked.append(NOTHING)
@@ -355,6 +355,15 @@ class Auto:
         return self._pick.drafter
 
     # --- as a portfolio ------------------------------------------------------------------------
+
+    def leaving(self, session: SessionView) -> Sequence[str]:
+        """As :meth:`paceline.types.Portfolio.leaving`."""
+        self._workload = self._workload or workload_of(
+            session.prompt_length, bool(session.prediction), session.params
+        )
+        number = self._load.num_running or self._num_sessions()
+        roster = self._known.experience.roster
+        return () if session.prediction else self._members.leave(number, self._workload, roster)
 
     def asks(self, drafter: str) -> int:
         """As :meth:`paceline.types.Portfolio.asks`."""
@@ -449,16 +458,9 @@ class Auto:
         assert drafter is not None
         tokens, nodes = [*draft.token_ids.tolist(), *behind], draft.num_nodes
         self._await(RELAY, tokens, len(behind), first=nodes)
-        verify, rates = self._known.verify(self._load), self._rates(drafter)
-        reached = math.prod(rates[:nodes])
-        speed, best, chosen, more = self._speed(verify[0]), 0.0, 0, 0.0
-        for n, rate in enumerate(self._rates(RELAY)[: len(behind)], 1):
-            reached *= rate
-            more += reached
-            gain = more - speed * (verify[nodes + n] - verify[nodes])
-            if gain > best:
-                best, chosen = gain, n
-        return chosen
+        verify, reached = self._known.verify(self._load), math.prod(self._rates(drafter)[:nodes])
+        rates = self._rates(RELAY)[: len(behind)]
+        return _best_addition(rates, reached, verify[nodes:], self._speed(verify[0]))
 
     # --- what it knows -------------------------------------------------------------------------
 
@@ -514,19 +516,16 @@ class Auto:
             Seconds for any draft, with a share of what it must read; seconds for each token; and
             the probability that a draft goes on after a token.
         """
-        if drafter not in self._costs:
-            self._costs[drafter] = self._cost_now(drafter)
-        return self._costs[drafter]
-
-    def _cost_now(self, drafter: str) -> tuple[float, float, float]:
-        session = self._session
+        if drafter in self._costs:
+            return self._costs[drafter]
         unknown = UNKNOWN_COST * self._known.verify(self._load)[0], 0.0
         first, slope = self._known.draft(drafter, self._load) or unknown
-        behind = session.length - self._candidates[drafter].length
+        behind = self._session.length - self._candidates[drafter].length
         if behind > CATCH_UP:  # reading must pay within what is left, or within a while
-            rounds = max(1.0, min(session.remaining, HORIZON) / 2.0)
+            rounds = max(1.0, min(self._session.remaining, HORIZON) / 2.0)
             first += self._known.read(drafter, self._load) * behind / rounds
-        return first, slope, self._known.experience.goes_on(drafter)
+        cost = self._costs[drafter] = first, slope, self._known.experience.goes_on(drafter)
+        return cost
 
     def _offers(
         self, drafter: str, longest: int, cost: tuple[float, float, float], speed: float
@@ -620,6 +619,26 @@ def _best_depths(
             pace = tokens / seconds
             fastest = depth, tokens, seconds
     return best, fastest
+
+
+def _best_addition(
+    rates: Sequence[float], reached: float, verify: Sequence[float], speed: float
+) -> int:
+    """How many tokens to add to a draft, where time is worth ``speed`` tokens per second.
+
+    Args:
+        rates: acceptance of the tokens to add.
+        reached: probability that all tokens of the draft are right.
+        verify: seconds of a round by the nodes that it verifies beyond the draft.
+    """
+    best, chosen, more = 0.0, 0, 0.0
+    for n, rate in enumerate(rates, 1):
+        reached *= rate
+        more += reached
+        gain = more - speed * (verify[n] - verify[0])
+        if gain > best:
+            best, chosen = gain, n
+    return chosen
 
 
 def workload_of(prompt_length: int, has_prediction: bool, params: SamplingParams) -> str:

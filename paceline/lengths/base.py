@@ -179,6 +179,7 @@ class LengthContext:
             # [num_rows, hidden_size] -> [num_rows, vocab_size]
         head_of: the kind of draft head that a method has; None: it has none.
         weights_of: tells the weights of a drafter, given its name, from others; "": unknown, none.
+        num_sessions: how many sessions will run beside a new one.
     """
 
     profile: RoundCosts | None = None
@@ -193,6 +194,7 @@ class LengthContext:
     exit_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
     head_of: Callable[[str], str | None] = lambda method: None
     weights_of: Callable[[str], str] = lambda drafter: ""
+    num_sessions: Callable[[], int] = lambda: 0
     _shared: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict, init=False, repr=False)
 
     @property

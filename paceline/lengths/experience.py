@@ -219,6 +219,39 @@ class Roster:
             self.seen[workload, drafter] = known.plus(1.0, gain, cost)
 
 
+class Members:
+    """A session's drafters, which the roster judges again when the session gets into a crowd.
+
+    The first requests of a crowd come while few sessions run, and have drafters that pay alone.
+
+    Args:
+        num_sessions: sessions, itself included, for which it got them.
+
+    Attributes:
+        names: the drafters that it has.
+    """
+
+    __slots__ = ("_asked", "_crowd", "names")
+
+    def __init__(self, names: Sequence[str], num_sessions: int) -> None:
+        self.names = names
+        self._crowd = crowd_of(num_sessions)
+        self._asked = {0, self._crowd}  # each crowd is asked for once
+
+    def leave(self, num_sessions: int, workload: str, roster: Roster) -> Sequence[str]:
+        """Those that are to leave, now that so many sessions run."""
+        crowd = crowd_of(num_sessions)
+        if crowd == self._crowd:
+            return ()
+        self._crowd = crowd
+        if crowd in self._asked:
+            return ()
+        self._asked.add(crowd)
+        before = self.names
+        self.names = [name for name in before if roster.joins(name, workload, num_sessions)]
+        return [name for name in before if name not in self.names]
+
+
 class Experience:
     """Acceptance by kind of prompt, drafter and class of its draft; where drafts end; the roster;
     and acceptance by rank.
@@ -312,9 +345,15 @@ def check_document(text: str) -> None:
     _checked(document)
 
 
+def crowd_of(num_sessions: int) -> int:
+    """The class of a number of sessions, its power of two; 0: too few for a crowd."""
+    return 0 if num_sessions < CROWD else num_sessions.bit_length()
+
+
 def crowded(workload: str, num_sessions: int) -> str:
     """A kind of prompt in a batch: drafts pay in small ones, where more rows cost little."""
-    return workload if num_sessions < CROWD else f"{workload}, {1 << num_sessions.bit_length()}"
+    crowd = crowd_of(num_sessions)
+    return f"{workload}, {1 << crowd}" if crowd else workload
 
 
 def _crowds(workload: str, num_sessions: int) -> Iterator[str]:

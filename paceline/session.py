@@ -364,12 +364,6 @@ class Session:
                 return len(self._text) - size
         return len(self._text)
 
-    def review_drafters(self) -> None:
-        """Before a drafter opens it: leave out those of method ``auto`` that it no longer wants."""
-        ask = getattr(self.length_controller, "leaving", None)
-        if ask is not None and (leaving := ask(self)):
-            self.plan = self.plan.without(leaving)
-
     def lose_drafter(self) -> None:
         """Continue as AR, because the drafter failed or cannot be reached; statistics record it."""
         from paceline.plan import AR_PLAN

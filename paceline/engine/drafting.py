@@ -240,7 +240,7 @@ class Drafting:
         """Open a session before its first round, or before the first one after a suspension."""
         session.num_known = 0
         try:
-            session.review_drafters()
+            _leave_out(session)
             drafter = self._of(session)
             drafter.open(session)
             if self.shares_prefixes:
@@ -509,6 +509,13 @@ class Drafting:
         if session.constraint is not None and not session.draws.needs_q:
             draft = _permitted(draft, session.constraint)
         return draft
+
+
+def _leave_out(session: Session) -> None:
+    """Before it is opened: leave out the drafters of method ``auto`` that it no longer wants."""
+    leaving = getattr(session.length_controller, "leaving", None)
+    if leaving is not None and (names := leaving(session)):
+        session.plan = session.plan.without(names)
 
 
 def round_budget(session: Session, load: Load) -> Budget:

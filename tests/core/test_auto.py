@@ -33,6 +33,7 @@ from paceline.lengths.experience import (
     TRIAL_SESSIONS,
     TRY_AGAIN,
     Experience,
+    Members,
     Roster,
     crowded,
     experience_of,
@@ -459,6 +460,84 @@ def test_in_a_batch_a_prediction_always_has_its_drafter() -> None:
     while engine.has_work:
         engine.step()
     assert all(session.error is None for session in sessions)
+
+
+def crowd_engine(*useless: str) -> Engine:
+    """An engine that knows that these drafters do not pay among eight sessions."""
+    engine = load_engine()
+    roster = experience_of(engine.length_context).roster
+    for _ in range(100):
+        for name in useless:
+            roster.count(crowded("short", 8), {name: 0.04}, None, 0.0)
+    return engine
+
+
+def parts_of(engine: Engine, session: Session) -> set[str]:
+    """The drafters that have a session open."""
+    drafter = engine.local_drafter("auto")
+    assert isinstance(drafter, AutoDrafter)
+    return set(drafter._states[session.session_id])
+
+
+def test_of_sessions_that_come_together_none_begins_with_what_does_not_pay() -> None:
+    """The first ones are asked for their drafters while none runs yet."""
+    engine = crowd_engine("eagle", "suffix")
+    config = SpeculationConfig(method="auto")
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    sessions = [engine.submit(Request([1, 2, n], params, config)) for n in range(8)]
+    assert {"eagle", "suffix"} <= set(sessions[0].config[DRAFTERS] or ())
+    needs = sessions[0].needs
+    engine.step()
+    for session in sessions:
+        assert parts_of(engine, session) == set(session.config[DRAFTERS] or ())
+    assert parts_of(engine, sessions[0]) >= {"copyspec", "prompt_lookup"}
+    for name in ("eagle", "suffix"):
+        assert sum(name in parts_of(engine, session) for session in sessions) <= 1
+    assert needs and not sessions[0].needs
+    while engine.has_work:
+        engine.step()
+    assert [s.output_ids for s in sessions] == [ar_ids(engine, [1, 2, n], params) for n in range(8)]
+
+
+def test_a_drafter_leaves_a_session_around_which_a_crowd_forms() -> None:
+    engine = crowd_engine("eagle", "suffix")
+    config = SpeculationConfig(method="auto")
+    params = SamplingParams(max_tokens=96, ignore_eos=True)
+    first = engine.submit(Request([1, 2, 3], params, config))
+    while len(first.output_ids) < 24:
+        engine.step()
+    assert {"eagle", "suffix"} <= parts_of(engine, first)
+    head = engine.local_drafter("eagle")
+    assert first.session_id in head._readings  # type: ignore[attr-defined]
+    for n in range(7):
+        engine.submit(Request([1, 2, n], params, SpeculationConfig(method="ar")))
+    while len(first.output_ids) < 90:
+        engine.step()
+    assert not {"eagle", "suffix"} & parts_of(engine, first)
+    assert first.session_id not in head._readings  # type: ignore[attr-defined]
+    while engine.has_work:
+        engine.step()
+    assert first.error is None
+    assert first.output_ids == ar_ids(engine, [1, 2, 3], params)
+
+
+def test_a_session_asks_once_for_each_crowd() -> None:
+    roster = Roster()
+    for _ in range(100):
+        roster.count(crowded("short", 8), {"a": 0.04}, None, 0.0)
+    members = Members(("a", "b"), 8)
+    assert not members.leave(8, "short", roster)  # it has them though "a" does not pay: a trial
+    assert not members.leave(1, "short", roster)
+    assert not members.leave(8, "short", roster)
+    assert members.leave(16, "short", roster) == ["a"]
+    assert members.names == ["b"]
+    assert not members.leave(32, "short", roster)
+
+
+def ar_ids(engine: Engine, prompt: list[int], params: SamplingParams) -> list[int]:
+    """What AR generates."""
+    (session,) = engine.generate([prompt], params, SpeculationConfig(method="ar"))
+    return session.output_ids
 
 
 def test_in_a_batch_the_roster_counts_the_lookups_that_were_asked() -> None:

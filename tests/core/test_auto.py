@@ -502,7 +502,7 @@ def test_of_sessions_that_come_together_none_begins_with_what_does_not_pay() -> 
 def test_a_drafter_leaves_a_session_around_which_a_crowd_forms() -> None:
     engine = crowd_engine("eagle", "suffix")
     config = SpeculationConfig(method="auto")
-    params = SamplingParams(max_tokens=96, ignore_eos=True)
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
     first = engine.submit(Request([1, 2, 3], params, config))
     while len(first.output_ids) < 24:
         engine.step()
@@ -511,9 +511,9 @@ def test_a_drafter_leaves_a_session_around_which_a_crowd_forms() -> None:
     assert first.session_id in head._readings  # type: ignore[attr-defined]
     for n in range(7):
         engine.submit(Request([1, 2, n], params, SpeculationConfig(method="ar")))
-    while len(first.output_ids) < 90:
+    while {"eagle", "suffix"} & parts_of(engine, first):  # until it looks for drafts again
         engine.step()
-    assert not {"eagle", "suffix"} & parts_of(engine, first)
+        assert len(first.output_ids) < 160
     assert first.session_id not in head._readings  # type: ignore[attr-defined]
     while engine.has_work:
         engine.step()

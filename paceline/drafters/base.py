@@ -257,12 +257,14 @@ class Drafter(ABC):
             draft.cancel()
 
 
-def kept_rows(outcome: Outcome) -> list[int]:
+def kept_rows(outcome: Outcome) -> list[int] | slice:
     """The rows of a round's verification whose tokens have KV entries now, in order.
 
-    Those are all tokens that the round began with or committed but the last one.
+    Those are all tokens that the round began with or committed but the last one. A slice, where
+    they are the first ones, takes a tenth of the time of an index.
     """
-    return [0, *(node + 1 for node in outcome.path[: len(outcome.token_ids) - 1])]
+    rows = [0, *(node + 1 for node in outcome.path[: len(outcome.token_ids) - 1])]
+    return slice(len(rows)) if rows[-1] == len(rows) - 1 else rows
 
 
 def at_once(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -17,7 +17,6 @@ from paceline.drafters.base import (
 )
 from paceline.models.heads.base import Head, State
 from paceline.models.llama_config import LlamaConfig
-from paceline.sampling import argmax_rows
 from paceline.shapes.kary import chain
 from paceline.types import (
     EMPTY_DRAFT,
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from paceline.view import SessionView
 
 
+T = TypeVar("T")
 Memory = tuple[torch.Tensor, torch.Tensor]
 FIRST_UNSEEN = 1 << 20  # number of the first such node: no draft has as many
 
@@ -141,8 +141,8 @@ class HeadDrafter(Drafter):
         depth = greedy_chain_depth(sessions, budgets, stops=True)
         if not depth:
             return None
-        logits = self.root(sessions)
-        first, limits = argmax_rows(logits), stop_below(sessions, depth)
+        first, logits = self._begin(sessions, self._head.best_first)
+        limits = stop_below(sessions, depth)
         states = self._states_of(sessions)
         if limits is None:
             chains = self._head.greedy_chains(states, first, depth)
@@ -172,6 +172,10 @@ class HeadDrafter(Drafter):
         return [self._readings[session.session_id].state for session in sessions]
 
     def root(self, sessions: Sequence[SessionView]) -> torch.Tensor:
+        return self._begin(sessions, self._head.root)
+
+    def _begin(self, sessions: Sequence[SessionView], read: Callable[..., T]) -> T:
+        """Have the head read what was committed, with its ``root`` or ``best_first``."""
         features, following = [], []
         for session in sessions:
             reading = self._readings[session.session_id]
@@ -188,13 +192,13 @@ class HeadDrafter(Drafter):
             features.append(rows)
             reading.features = []
         states = self._states_of(sessions)
-        logits = self._head.root(states, features, following)
+        answer = read(states, features, following)
         for session, state in zip(sessions, states, strict=True):
             reading = self._readings[session.session_id]
             if reading.shares and not reading.is_published:
                 reading.is_published = True  # the rest, when the session ends
                 self._head.publish(state, session.token_ids, _scope(session))
-        return logits
+        return answer
 
     def expand(
         self, sessions: Sequence[SessionView], frontiers: Sequence[Sequence[tuple[int, int, int]]]
@@ -265,10 +269,10 @@ class MemoryHeadDrafter(HeadDrafter):
         self.states, self.drafts_on = None, False  # they are not all that the head reads
         self._entries_of = entries_of
 
-    def root(self, sessions: Sequence[SessionView]) -> torch.Tensor:
+    def _begin(self, sessions: Sequence[SessionView], read: Callable[..., T]) -> T:
         for session, state in zip(sessions, self._states_of(sessions), strict=True):
             state.memory = self._entries_of(session)
-        return super().root(sessions)
+        return super()._begin(sessions, read)
 
     def propose(self, sessions: Sequence[SessionView], budgets: Sequence[Budget]) -> list[Draft]:
         try:

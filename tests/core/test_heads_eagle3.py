@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.errors import InvalidArgument
-from paceline.models.heads.base import HeadTarget, load_head
+from paceline.models.heads.base import HeadTarget, confidence, load_head
 from paceline.models.heads.eagle3 import Eagle3
 from paceline.models.llama import LlamaRunner
 from tests.core.toy_heads import read
@@ -79,6 +79,12 @@ def test_drafting_equals_the_training_forward(head: Eagle3, tiny: LlamaRunner) -
     assert wanted.argmax(-1).tolist() == chain
     assert torch.isfinite(root[0]).sum() == len(head.vocabulary)
     head.output = output
+    state = head.new_state()
+    first, logits = head.best_first([state], [features[0, :places]], [following])
+    head.free(state)
+    assert first == chain[:1]
+    assert torch.equal(logits[0], root[0][head.vocabulary])
+    assert confidence(logits) == pytest.approx(confidence(root), rel=1e-5)
 
 
 def test_a_head_is_read_back_with_its_vocabulary(

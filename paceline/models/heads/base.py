@@ -265,7 +265,8 @@ class Head(nn.Module, ABC):
         numbers = self.feature_layers
         if numbers is None:
             return computed
-        return computed[..., [number - 1 for number in numbers], :].flatten(-2)
+        # Three times as fast as one index of them all, on a CPU.
+        return torch.cat([computed[..., number - 1, :] for number in numbers], -1)
 
     @abstractmethod
     def new_state(self) -> State:
@@ -304,6 +305,21 @@ class Head(nn.Module, ABC):
             token_ids: the token that follows each of them; the last is the last committed token,
                 for which there are no features yet.  # [n]
         """
+
+    def best_first(
+        self,
+        states: Sequence[State],
+        features: Sequence[Tensor],
+        token_ids: Sequence[Sequence[int]],
+    ) -> tuple[list[int], Tensor]:
+        """As :meth:`root`, for chains by argmax.
+
+        Returns:
+            The best token after each session's last one, and the logits that say so, of the tokens
+            that the head can draft.  # [num_sessions], [num_sessions, n]
+        """
+        logits = self.root(states, features, token_ids)
+        return argmax_rows(logits), logits
 
     @abstractmethod
     def expand(self, states: Sequence[State], frontiers: Sequence[Frontier]) -> Tensor:

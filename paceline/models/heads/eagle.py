@@ -212,7 +212,19 @@ class Eagle(Head):
         features: Sequence[Tensor],
         token_ids: Sequence[Sequence[int]],
     ) -> Tensor:
-        """Read the new pairs of a feature and the token after it, all of them committed."""
+        return self.logits(self._begin(states, features, token_ids))
+
+    def _begin(
+        self,
+        states: Sequence[EagleState],
+        features: Sequence[Tensor],
+        token_ids: Sequence[Sequence[int]],
+    ) -> Tensor:
+        """Read the new pairs of a feature and the token after it, all of them committed.
+
+        Returns:
+            What the head puts out after the last of each session.  # [num_sessions, hidden_size]
+        """
         parts = []
         for state, ids in zip(states, token_ids, strict=True):
             # The draft used the head's own features; replace them with the target's.
@@ -226,7 +238,7 @@ class Eagle(Head):
             end += len(ids)
             last.append(drafted[end - 1])
             state.feature, state.entry = {-1: last[-1]}, {-1: -1}
-        return self.logits(torch.stack(last))
+        return torch.stack(last)
 
     def expand(self, states: Sequence[EagleState], frontiers: Sequence[Frontier]) -> Tensor:
         parts, tokens, features = [], [], []

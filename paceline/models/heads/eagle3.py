@@ -28,11 +28,18 @@ from paceline.models.heads.base import (
     reading,
     soft_cross_entropy,
 )
-from paceline.models.heads.eagle import MEASURED_DEPTH, Eagle, EagleOptions, unrolled_mask
+from paceline.models.heads.eagle import (
+    MEASURED_DEPTH,
+    Eagle,
+    EagleOptions,
+    EagleState,
+    unrolled_mask,
+)
 from paceline.models.heads.layer import TargetLayers, layer_ops
 from paceline.models.heads.published_eagle import PublishedEagle3, layout_like_target
 from paceline.models.ops import Output
 from paceline.models.packing import Weight
+from paceline.sampling import argmax_rows
 from paceline.types import Need
 
 
@@ -122,16 +129,27 @@ class Eagle3(Eagle):
         return F.linear(self.norm(drafted), self._output_rows)
 
     def logits(self, drafted: Tensor) -> Tensor:
+        some = self._fast_logits(drafted)
+        drafts_all = some.shape[-1] == self.target.config.vocab_size
+        return self.target.among_all(some, None if drafts_all else self.vocabulary)
+
+    def _fast_logits(self, drafted: Tensor) -> Tensor:
+        """As :meth:`some_logits`, with packed weights once there are some.  # float32"""
         if self.output is None:
-            return self._among_all(self.some_logits(drafted))
+            return self.some_logits(drafted).float()
         eps = self.target.config.rms_norm_eps
         rows = self.stack.ops.rmsnorm(drafted, self.norm.weight, eps)
-        return self._among_all(self.stack.ops.linear(rows, self.output.weight))
+        return self.stack.ops.linear(rows, self.output.weight).float()
 
-    def _among_all(self, some: Tensor) -> Tensor:
-        """Logits of all tokens.  # [..., num_logits] -> float32 [..., vocab_size]"""
-        drafts_all = some.shape[-1] == self.target.config.vocab_size
-        return self.target.among_all(some.float(), None if drafts_all else self.vocabulary)
+    def best_first(
+        self,
+        states: Sequence[EagleState],
+        features: Sequence[Tensor],
+        token_ids: Sequence[Sequence[int]],
+    ) -> tuple[list[int], Tensor]:
+        logits = self._fast_logits(self._begin(states, features, token_ids))
+        best: list[int] = self.vocabulary[argmax_rows(logits)].tolist()
+        return best, logits
 
     def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         return unrolled_loss(self, batch)

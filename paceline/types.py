@@ -22,8 +22,6 @@ from paceline.errors import InvalidArgument
 if TYPE_CHECKING:  # clients of a server need not have torch
     import torch
 
-    from paceline.view import SessionView
-
 IntArray = npt.NDArray[np.int64]
 IndexArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -354,8 +352,12 @@ class Asked(NamedTuple):
 class Portfolio(Protocol):
     """One session's choice among several drafters, round by round (method ``auto``)."""
 
-    def leaving(self, session: SessionView) -> Sequence[str]:
-        """Drafters that the session no longer wants; each is named once."""
+    def leaving(self, session: Any) -> Sequence[str]:
+        """Drafters that the session no longer wants; each is named once.
+
+        Args:
+            session: a :class:`paceline.view.SessionView`, which this module must not know.
+        """
         ...
 
     def asks(self, drafter: str) -> int:

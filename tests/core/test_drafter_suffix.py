@@ -410,21 +410,21 @@ def test_a_head_behind_it_reads_every_committed_token_once(monkeypatch: pytest.M
     """Also those of rounds in which the tree drafted."""
     read, wanted = [0], [0]
     drafted = {"head": 0, "tree": 0}
-    root, find = HeadDrafter.root, SuffixDecoding.find
+    begin, find = HeadDrafter._begin, SuffixDecoding.find
 
-    def noted_root(drafter: HeadDrafter, sessions: Any) -> Any:
+    def noted_begin(drafter: HeadDrafter, sessions: Any, how: Any) -> Any:
         (reading,) = drafter._readings.values()
         read.append(read[-1] + sum(len(rows) for rows in reading.features))
         wanted.append(sessions[0].length - 1)  # the last committed token has no features yet
         drafted["head"] += 1
-        return root(drafter, sessions)
+        return begin(drafter, sessions, how)
 
     def noted_find(drafter: SuffixDecoding, *args: Any) -> Draft | None:
         draft = find(drafter, *args)
         drafted["tree"] += draft is not None
         return draft
 
-    monkeypatch.setattr(HeadDrafter, "root", noted_root)
+    monkeypatch.setattr(HeadDrafter, "_begin", noted_begin)
     monkeypatch.setattr(SuffixDecoding, "find", noted_find)
     engine = load_engine("demo", heads=untrained_heads(TARGET_DIR))
     assert engine.tokenizer is not None

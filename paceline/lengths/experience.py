@@ -23,7 +23,7 @@ SHARED_MEMORY = 0.995  # decay of what sessions have learnt together, for each j
 PRIOR_DRAFTS = 8.0  # weight of the other sessions' experience, in drafts
 # Acceptance of a drafter that no session has seen draft: of models so high that they are tried, and
 # of quick drafters so low that they are not, since their drafts are judged in any case.
-FIRST_OF_MODEL, FIRST_OF_QUICK = 0.7, 0.6
+FIRST_OF_MODEL, FIRST_OF_QUICK = 0.85, 0.6
 FIRST_OF_FORCED = 0.95  # what a constraint forces is wrong only where tokens are cut otherwise
 RELAY = "relay"  # what is looked up behind a model's draft
 TRIAL_ROUNDS = 64.0  # rounds of sessions with a drafter, until it is known whether it pays

@@ -277,7 +277,7 @@ def test_a_new_session_begins_with_what_others_have_learnt(
 
 def test_experience_outlives_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a document; a new engine with it does not try a drafter that others found useless."""
-    parts = {"prompt_lookup": lookup(0.1), "draft_model": model(0.1, seconds=1e-3)}
+    parts = {"prompt_lookup": lookup(0.1), "draft_model": model(0.3, seconds=1e-3)}
     context = LengthContext(profile=CHEAP)
     first = simulate(monkeypatch, parts, CHEAP, tokens=600, context=context)
     document = json.loads(json.dumps(experience_of(context).document()))

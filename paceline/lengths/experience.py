@@ -231,19 +231,15 @@ class Members:
         names: the drafters that it has.
     """
 
-    __slots__ = ("_asked", "_crowd", "names")
+    __slots__ = ("_asked", "names")
 
     def __init__(self, names: Sequence[str], num_sessions: int) -> None:
         self.names = names
-        self._crowd = crowd_of(num_sessions)
-        self._asked = {0, self._crowd}  # each crowd is asked for once
+        self._asked = {0, crowd_of(num_sessions)}  # each crowd is asked for once
 
     def leave(self, num_sessions: int, workload: str, roster: Roster) -> Sequence[str]:
         """Those that are to leave, now that so many sessions run."""
         crowd = crowd_of(num_sessions)
-        if crowd == self._crowd:
-            return ()
-        self._crowd = crowd
         if crowd in self._asked:
             return ()
         self._asked.add(crowd)

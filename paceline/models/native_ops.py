@@ -252,21 +252,24 @@ class NativeOps:
 
     def _num_threads(self, rows: int, packing: Packing, num_weights: int, work: float) -> int:
         if self.threads is None:
-            return _num_threads(packing, num_weights, work)
+            return _num_threads(rows, packing, num_weights, work)
         return min(self.threads.of(rows), kernels.num_threads())
 
 
 LONE_WEIGHTS = 2e7
-LONE_WORK, LONE_TILE_WORK = 2e8, 8e8
+LONE_WORK, LONE_PROMPT_WORK, LONE_TILE_WORK = 2e8, 3e7, 8e8
 """A forward with fewer weights and fewer multiplications than these runs on one thread."""
+PROMPT_ROWS = 32
+"""As many rows are a prompt: each of its products is long enough to share."""
 
 
-def _num_threads(packing: Packing, num_weights: int, work: float) -> int:
+def _num_threads(rows: int, packing: Packing, num_weights: int, work: float) -> int:
     """Threads for a forward, or a product, of ``work`` multiplications, without a measurement.
 
     More than one if they save more time than waking them takes: they sleep while a round drafts,
     and are awake from a forward's first product to its last.
     """
     tiles = packing in (Packing.TILES, Packing.TILE_BYTES)
-    alone = num_weights < LONE_WEIGHTS and work < (LONE_TILE_WORK if tiles else LONE_WORK)
+    least = LONE_PROMPT_WORK if rows >= PROMPT_ROWS else LONE_WORK
+    alone = num_weights < LONE_WEIGHTS and work < (LONE_TILE_WORK if tiles else least)
     return 1 if alone else kernels.num_threads()

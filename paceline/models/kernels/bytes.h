@@ -346,7 +346,7 @@ struct product_of_bytes {
     const byte_in *in; /* [rows][inputs] */
     const float *scales;
     const char *weight;
-    int rows, inputs, tiles;
+    int rows, inputs, tiles, shares;
     const struct target *target;
 };
 
@@ -356,7 +356,6 @@ NOINLINE void multiply_bytes(const struct product_of_bytes *m)
     const struct target *t = m->target;
     const int rows = m->rows, inputs = m->inputs, tiles = m->tiles;
     const int group = group_size(rows, 0), all = (int)(t->outputs + WIDTH - 1) / WIDTH;
-    const int groups = (all + group - 1) / group;
     /* One panel after the other is one long stream, which the processor reads ahead by itself, as it does
      * all streams of one row that are not short. */
     const int itself = BYTE_PANELS(1) == 1 || (W == 16 && rows == 1 && inputs > 512);
@@ -367,19 +366,22 @@ NOINLINE void multiply_bytes(const struct product_of_bytes *m)
     if (tiles)
         byte_tiles_begin(count, inputs);
 #pragma omp for schedule(static)
-    for (int g = 0; g < groups; g++) {
-        const int p = g * group, panels = all - p < group ? all - p : group;
-        const char *w = m->weight + p * panel;
-        for (int b = 0; b < blocks; b++) {
-            /* The last block of tiles repeats rows of the one before: tiles keep their shape. */
-            const int r = !tiles ? rows * b / blocks : b + 1 == blocks ? rows - count : b * most;
-            const byte_in *from = m->in + (size_t)r * inputs;
-            if (tiles)
-                byte_tiles(from, inputs, w, panel, m->scales + r, t, r, p * WIDTH, count, panels);
-            else
-                byte_rows(from, inputs, w, panel, m->scales + r, t, r, p * WIDTH, group * panel,
-                          fetch_turn(b, rows, lines, BYTE_PANELS(4) == 4), blocks,
-                          rows * (b + 1) / blocks - r, panels);
+    for (int i = 0; i < m->shares; i++) {
+        const int end = first_panel(all, i + 1, m->shares);
+        for (int p = first_panel(all, i, m->shares), panels; p < end; p += panels) {
+            panels = end - p < group ? end - p : group;
+            const char *w = m->weight + p * panel;
+            for (int b = 0; b < blocks; b++) {
+                /* The last block of tiles repeats rows of the one before: tiles keep their shape. */
+                const int r = !tiles ? rows * b / blocks : b + 1 == blocks ? rows - count : b * most;
+                const byte_in *from = m->in + (size_t)r * inputs;
+                if (tiles)
+                    byte_tiles(from, inputs, w, panel, m->scales + r, t, r, p * WIDTH, count, panels);
+                else
+                    byte_rows(from, inputs, w, panel, m->scales + r, t, r, p * WIDTH, group * panel,
+                              fetch_turn(b, rows, lines, BYTE_PANELS(4) == 4), blocks,
+                              rows * (b + 1) / blocks - r, panels);
+            }
         }
     }
     if (tiles)
@@ -399,7 +401,7 @@ static int byte_product(const void *x, const char *weight, int rows, int k, int 
     for (int r = 0; r < rows; r++)
         to_bytes(x, (size_t)r * k, in + (size_t)r * inputs, scales + r, k, inputs, t->narrow);
     const struct product_of_bytes product = {in, scales, weight, rows, inputs,
-                                             tiles && rows > BYTE_ROWS, t};
+                                             tiles && rows > BYTE_ROWS, share ? threads : 1, t};
     ON_THREADS(threads, share, multiply_bytes(&product));
     free(scales);
     return 0;

@@ -98,7 +98,7 @@ struct product_of_floats {
     const void *x;
     float *wide; /* bfloat16 inputs as float32, or NULL */
     const char *weight;
-    int packing, rows, k;
+    int packing, rows, k, shares;
     const struct target *target;
 };
 
@@ -109,7 +109,7 @@ NOINLINE void multiply_floats(const struct product_of_floats *m)
     const struct target *t = m->target;
     const int pairs = m->packing != FLOATS, dots = m->packing == DOTS, rows = m->rows, k = m->k;
     const int steps = pairs ? k / 2 : k, all = (int)(t->outputs + WIDTH - 1) / WIDTH;
-    const int group = group_size(rows, m->packing == HALVES), groups = (all + group - 1) / group;
+    const int group = group_size(rows, m->packing == HALVES);
     const size_t panel = (size_t)steps * LINE, stride = dots ? k / 2 : k;
     const float *in = m->wide ? m->wide : m->x;
     if (m->wide) {
@@ -119,22 +119,25 @@ NOINLINE void multiply_floats(const struct product_of_floats *m)
                 m->wide[(size_t)r * k + i] = bf16_load(((const uint16_t *)m->x)[(size_t)r * k + i]);
     }
 #pragma omp for schedule(static)
-    for (int g = 0; g < groups; g++) {
-        const int p = g * group, panels = all - p < group ? all - p : group;
-        const char *w = m->weight + p * panel;
-        for (int r = 0; r < rows; r += SPAN) {
-            const int count = rows - r < SPAN ? rows - r : SPAN;
-            const char *after = r + SPAN < rows ? w : w + panels * panel;
-            const float *from = in + r * stride;
-            if (!pairs)
-                group_floats(from, stride, w, panel, after, sums, count, steps, panels);
+    for (int i = 0; i < m->shares; i++) {
+        const int end = first_panel(all, i + 1, m->shares);
+        for (int p = first_panel(all, i, m->shares), panels; p < end; p += panels) {
+            panels = end - p < group ? end - p : group;
+            const char *w = m->weight + p * panel;
+            for (int r = 0; r < rows; r += SPAN) {
+                const int count = rows - r < SPAN ? rows - r : SPAN;
+                const char *after = r + SPAN < rows ? w : w + panels * panel;
+                const float *from = in + r * stride;
+                if (!pairs)
+                    group_floats(from, stride, w, panel, after, sums, count, steps, panels);
 #if HAS_DOTS
-            else if (dots)
-                group_dots(from, stride, w, panel, after, sums, count, steps, panels);
+                else if (dots)
+                    group_dots(from, stride, w, panel, after, sums, count, steps, panels);
 #endif
-            else
-                group_halves(from, stride, w, panel, after, sums, count, steps, panels);
-            put_group(t, r, p * WIDTH, sums, count, panels);
+                else
+                    group_halves(from, stride, w, panel, after, sums, count, steps, panels);
+                put_group(t, r, p * WIDTH, sums, count, panels);
+            }
         }
     }
 }
@@ -159,7 +162,7 @@ static int linear(const void *x, const void *packed, int packing, int rows, int 
         if (!wide)
             return 1;
     }
-    const struct product_of_floats product = {x, wide, packed, packing, rows, k, t};
+    const struct product_of_floats product = {x, wide, packed, packing, rows, k, share ? threads : 1, t};
     ON_THREADS(threads, share, multiply_floats(&product));
     free(wide);
     return 0;

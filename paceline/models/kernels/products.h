@@ -28,6 +28,13 @@ ALWAYS_INLINE int group_size(int rows, int halves)
     return rows <= (W == 16 ? 3 : halves) ? GROUP : 4;
 }
 
+/* The first panel of a thread's share. Shares differ by one panel at most: whole groups would leave a thread
+ * of two with a fifth of a product of ten panels. */
+ALWAYS_INLINE int first_panel(int panels, int share, int shares)
+{
+    return (int)((int64_t)panels * share / shares);
+}
+
 /* Steps of k that all rows take before the next ones: a core's own cache holds a group's panels for them, and
  * for the chunk that is fetched meanwhile. Where the registers hold the sums of half a group, both halves are
  * read side by side in short turns, unless panels are short themselves. Sums wait in memory between two

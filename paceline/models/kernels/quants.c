@@ -414,7 +414,7 @@ struct product_of_quants {
     const void *x;
     struct quant_inputs *in; /* [rows][k / QUANT_INPUTS] */
     const char *weight;
-    int packing, rows, k;
+    int packing, rows, k, shares;
     const struct target *target;
 };
 
@@ -432,16 +432,21 @@ NOINLINE void multiply_quants(const struct product_of_quants *m)
     for (int r = 0; r < rows; r++)
         quant_round(m->x, (size_t)r * k, m->in + (size_t)r * (k / QUANT_INPUTS), k, t->narrow);
 #pragma omp for schedule(static)
-    for (int p = 0; p < panels; p += together) {
-        const int count = panels - p < together ? panels - p : together;
-        if (packing == NIBBLES)
-            nibble_panels(m->in, k, m->weight, p, count, t, rows);
-        else if (packing == OCTETS)
-            octet_panels(m->in, k, m->weight, p, count, t, rows);
-        else if (packing == WIDE_NIBBLES)
-            wide_nibble_panels(m->in, k, m->weight, p, count, t, rows);
-        else
-            wide_octet_panels(m->in, k, m->weight, p, count, t, rows);
+    for (int i = 0; i < m->shares; i++) {
+        /* Whole blocks: code for fewer panels is slow. */
+        const int end = i + 1 < m->shares ? first_panel(panels / together, i + 1, m->shares) * together : panels;
+        const int first = first_panel(panels / together, i, m->shares) * together;
+        for (int p = first, count; p < end; p += count) {
+            count = end - p < together ? end - p : together;
+            if (packing == NIBBLES)
+                nibble_panels(m->in, k, m->weight, p, count, t, rows);
+            else if (packing == OCTETS)
+                octet_panels(m->in, k, m->weight, p, count, t, rows);
+            else if (packing == WIDE_NIBBLES)
+                wide_nibble_panels(m->in, k, m->weight, p, count, t, rows);
+            else
+                wide_octet_panels(m->in, k, m->weight, p, count, t, rows);
+        }
     }
 }
 
@@ -452,7 +457,7 @@ int quant_product(const void *x, const char *weight, int packing, int rows, int 
     struct quant_inputs *in = aligned_alloc(64, (size_t)rows * (k / QUANT_INPUTS) * sizeof *in);
     if (!in)
         return 1;
-    const struct product_of_quants product = {x, in, weight, packing, rows, k, t};
+    const struct product_of_quants product = {x, in, weight, packing, rows, k, share ? threads : 1, t};
     ON_THREADS(threads, share, multiply_quants(&product));
     free(in);
     return 0;

@@ -265,11 +265,11 @@ static void quant_round(const void *x, size_t at, struct quant_inputs *out, int 
 }
 
 /* Panels that a block of rows takes together. Several streams are read faster than one, and sums that do not
- * wait for each other hide the latency of additions; with more panels, registers run out. */
+ * wait for each other hide the latency of additions; with more panels, registers run out. One row with four
+ * bits reads four streams faster than eight. */
 #if W == 16
-#define QUANT_PANELS(rows, bits) ((rows) == 1 ? 8 : (rows) <= 4 || ((bits) == 8 && (rows) <= 6) ? 4 : 2)
-#elif HAS_FMA
-#define QUANT_PANELS(rows, bits) ((rows) == 1 ? 8 : 4)
+#define QUANT_PANELS(rows, bits) \
+    ((rows) == 1 ? (bits) : (rows) <= 4 || ((bits) == 8 && (rows) <= 6) ? 4 : 2)
 #else
 #define QUANT_PANELS(rows, bits) 4
 #endif
@@ -293,6 +293,8 @@ ALWAYS_INLINE void quant_block(const struct quant_inputs *x, int k, const char *
         if (fetches)
             turn = turns - 1;
         const char *headers = panel + b * quant_header(kind);
+        if (fetches) /* scales are a stream of their own */
+            UNROLL for (int p = 0; p < panels; p++) FETCH(headers + to_next + p * size);
         const char *lines = panel + to_lines + b * (kind.block * WIDTH * kind.bits / 8);
         vec whole[QUANT_ROWS][MOST_PANELS];
         UNROLL for (int n = 0; n < NATS; n++) {

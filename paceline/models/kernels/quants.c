@@ -265,13 +265,12 @@ static void quant_round(const void *x, size_t at, struct quant_inputs *out, int 
 }
 
 /* Panels that a block of rows takes together. Several streams are read faster than one, and sums that do not
- * wait for each other hide the latency of additions; with more panels, registers run out. One row with four
- * bits reads four streams faster than eight. */
+ * wait for each other hide the latency of additions; with more panels, registers run out: each has sums of
+ * all rows and, with four bits, weights of both halves. */
 #if W == 16
-#define QUANT_PANELS(rows, bits) \
-    ((rows) == 1 ? (bits) : (rows) <= 4 || ((bits) == 8 && (rows) <= 6) ? 4 : 2)
+#define QUANT_PANELS(rows, bits) ((rows) == 1 ? (bits) : (bits) == 8 && (rows) <= 6 ? 4 : 2)
 #else
-#define QUANT_PANELS(rows, bits) 4
+#define QUANT_PANELS(rows, bits) ((rows) == 1 ? 4 : 2)
 #endif
 #define MOST_PANELS QUANT_PANELS(1, 8)
 
@@ -313,16 +312,21 @@ ALWAYS_INLINE void quant_block(const struct quant_inputs *x, int k, const char *
                 const int at = half * 16 + i * step;
                 if (fetches && n == 0)
                     UNROLL for (int p = 0; p < panels; p++) FETCH(line + to_next + p * size);
+                /* Row after row: its inputs leave the registers to sums and weights. */
+                quant_part low[MOST_PANELS], high[MOST_PANELS];
                 UNROLL for (int p = 0; p < panels; p++) {
                     const quant_part w = PART_LOAD(line + p * size);
-                    UNROLL for (int r = 0; r < rows; r++) {
-                        const int8_t *q = in[r * inputs].q + at;
-                        if (kind.bits == 4) {
-                            sums[r][p] = quant_step(sums[r][p], PART_LOW(w), PART_INPUTS(q), 4);
-                            sums[r][p] = quant_step(sums[r][p], PART_HIGH(w), PART_INPUTS(q + 4), 4);
-                        } else
-                            sums[r][p] = quant_step(sums[r][p], w, PART_INPUTS(q), 8);
-                    }
+                    low[p] = kind.bits == 4 ? PART_LOW(w) : w;
+                    if (kind.bits == 4)
+                        high[p] = PART_HIGH(w);
+                }
+                UNROLL for (int r = 0; r < rows; r++) {
+                    const int8_t *q = in[r * inputs].q + at;
+                    UNROLL for (int p = 0; p < panels; p++)
+                        sums[r][p] = quant_step(sums[r][p], low[p], PART_INPUTS(q), kind.bits);
+                    if (kind.bits == 4)
+                        UNROLL for (int p = 0; p < panels; p++)
+                            sums[r][p] = quant_step(sums[r][p], high[p], PART_INPUTS(q + 4), 4);
                 }
             }
             UNROLL for (int r = 0; r < rows; r++)

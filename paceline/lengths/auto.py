@@ -145,17 +145,19 @@ class _Known:
 
     def timed(
         self, drafter: str, depth: int, behind: int, seconds: float, load: Load, together: int
-    ) -> None:
+    ) -> float:
         """Learn what a model's draft cost, for which it read ``behind`` tokens first.
 
         Args:
             together: as :attr:`paceline.types.Asked.together`.
+
+        Returns:
+            Seconds of a round if every session drafts like this one.
         """
         key = drafter, load.num_running.bit_length()
         line = self._draft.get(key)
-        # What a round costs if every session drafts like this one.
         sessions = max(1.0, load.num_running / together) if together else 1.0
-        seconds *= sessions
+        took = seconds = seconds * sessions
         if line is None:  # the first draft may be disturbed: it must not look too dear to ask again
             seconds = min(seconds, FIRST_COST * self.verify(load)[0])
             self._once.add(key)
@@ -166,6 +168,7 @@ class _Known:
         else:
             reading = max(0.0, seconds - line.at(depth)) / (behind * sessions)
             self._read[drafter] = 0.5 * (self._read.get(drafter, reading) + reading)
+        return took
 
     def looked(self, seconds: float) -> None:
         """Learn what it cost a session to look for drafts."""
@@ -236,6 +239,14 @@ class _Promise(NamedTuple):
     saved: float
     tokens: float
     worth: float
+
+    def costing(self, more: float) -> _Promise:
+        """As this one, where the draft has cost ``more`` rounds of AR than expected.
+
+        A head that reads a prompt counts on many drafts. Where others draft the most, it has read
+        for nothing.
+        """
+        return self._replace(saved=self.saved - more)
 
     def settle(self, roster: Roster, num_tokens: int) -> None:
         """Tell the roster what was saved, now that the round's tokens are known.
@@ -444,7 +455,11 @@ class Auto:
         candidate, nodes = self._candidates[drafter], draft.num_nodes
         if seconds and nodes:
             behind = asked.length - candidate.length
-            self._known.timed(drafter, nodes, behind, seconds, self._load, asked.together)
+            took = self._known.timed(drafter, nodes, behind, seconds, self._load, asked.together)
+            if self._promise is not None and drafter == self._pick.drafter:
+                first, slope, _ = self._costs[drafter]
+                more = (took - first - slope * nodes) / self._known.verify(self._load)[0]
+                self._promise = self._promise.costing(more)
         candidate.length = asked.length
         if not nodes or not is_chain(draft.parent_indices):
             return 0
@@ -465,11 +480,7 @@ class Auto:
     # --- what it knows -------------------------------------------------------------------------
 
     def explain(self) -> dict[str, Any]:
-        """What the session has chosen and why, for people and programs.
-
-        Returns:
-            Rounds without a draft, milliseconds of one, and each drafter's :meth:`_Candidate.told`.
-        """
+        """What the session has chosen and why, with each drafter's :meth:`_Candidate.told`."""
         verify = self._known.verify(self._load) if self._workload else [0.0]
         return {
             "workload": self._workload,

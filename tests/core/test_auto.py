@@ -207,6 +207,31 @@ def test_the_better_drafter_drafts(monkeypatch: pytest.MonkeyPatch, best: str) -
     assert np.mean(shares) > 0.97
 
 
+class Reader(Guess):
+    """As Guess; its first draft takes a while longer."""
+
+    def propose(self, sessions: Any, budgets: Sequence[Budget]) -> list[Draft | Future[Draft]]:
+        if not self.num_drafts:
+            self._clock.now += 0.04  # twenty rounds of AR
+        return super().propose(sessions, budgets)
+
+
+@pytest.mark.parametrize("kind", [Guess, Reader])
+def test_what_a_model_has_read_for_few_drafts_counts_against_it(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Guess]
+) -> None:
+    """A model that is right for a few rounds only: it pays unless it reads the prompt for them."""
+
+    def make(text: Sequence[int], clock: Clock) -> Guess:
+        return kind(text, lambda place: 0.95 if place < 30 else 0.1, clock, seconds=1e-4)
+
+    context = LengthContext(profile=CHEAP)
+    for _ in range(12):
+        simulate(monkeypatch, {"draft_model": make}, CHEAP, tokens=60, context=context)
+    found = experience_of(context).roster.seen["short", "draft_model"]
+    assert found.saved > found.cost if kind is Guess else found.saved < 0
+
+
 def test_a_quick_drafter_is_judged_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its drafts are compared with the text although another drafter's are verified."""
     run = simulate(

@@ -31,6 +31,7 @@ from paceline.rpc.device import DeviceClient, DeviceResult
 from paceline.rpc.errors import from_rpc_error
 from paceline.rpc.gen.paceline.v1 import common_pb2, verify_pb2, verify_pb2_grpc
 from paceline.rpc.ladder import Mode
+from paceline.rpc.reconnect import Patience
 from paceline.rpc.server import RpcServer
 from paceline.rpc.states import StatesCodec, StatesInbox
 from paceline.target import ModelTarget
@@ -70,6 +71,7 @@ def device(method: str, *servers: str, **options: Any) -> DeviceClient:
         servers, {METHODS[method].drafter: head_of(method)},
         speculation=always(method),
         modes=(Mode.DEVICE,),
+        patience=Patience(probe=5.0),  # the machine may be busy
         **options,
     )  # fmt: skip
 

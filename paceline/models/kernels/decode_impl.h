@@ -159,12 +159,11 @@ static void NAME(attention)(const ELEM *qkv, const ELEM *keys, const ELEM *value
             const int common = prefix < last_prefix ? prefix : last_prefix;
             shared[r] = hidden == last_hidden ? common - hidden : 0;
         }
-        if (g == 0 && count && (from == 0 || rows->prefix[from] != rows->prefix[from - 1])) {
-            const size_t bytes = width * sizeof(ELEM);
-            const int prefix = rows->prefix_length[from + count - 1];
-            const int first = last_hidden < prefix ? last_hidden : prefix;
-            bring((const char *)keys, rows->prefix[from] + first, prefix - first, bytes);
-            bring((const char *)values, rows->prefix[from] + first, prefix - first, bytes);
+        const int is_first = from == 0 || rows->prefix[from] != rows->prefix[from - 1]; /* of its context */
+        if (g == 0 && count && is_first && last_hidden < last_prefix) {
+            const int32_t *slots = rows->prefix[from] + last_hidden;
+            bring((const char *)keys, slots, last_prefix - last_hidden, width * sizeof(ELEM));
+            bring((const char *)values, slots, last_prefix - last_hidden, width * sizeof(ELEM));
         }
         const ELEM *k = keys + g * dim, *v = values + g * dim;
         const int end = (g + 1) * group;

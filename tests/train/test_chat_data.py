@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -259,29 +262,32 @@ def test_files_are_tokenized_once(
     assert "[user>" in load_tokenizer(chat_target).decode(again.training[[0]][0].tolist())
 
 
+def peak(target: Path, folder: Path, count: int) -> float:
+    """Resident memory in MB at most, with conversations of one short turn."""
+    file = folder / f"{count}.jsonl"
+    names = ("human", "gpt")
+    write(
+        file,
+        (
+            {"conversations": [{"from": name, "value": f"{name[0]}{i}"} for name in names]}
+            for i in range(count)
+        ),
+    )
+    reset_peak_memory()
+    text = load_text(target, [file], 64)
+    for first in range(0, len(text.training) - 8, len(text.training) // 50):
+        rows = range(first, first + 8)
+        assert text.training[rows].shape == text.mask(rows).shape == (8, 65)
+    assert len(text.digest) == 16  # which reads everything
+    return peak_memory() / 2**20
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_data(chat_target: Path, tmp_path: Path) -> None:
-    def peak(count: int) -> float:
-        """Resident memory in MB at most, with conversations of one short turn."""
-        file = tmp_path / f"{count}.jsonl"
-        names = ("human", "gpt")
-        write(
-            file,
-            (
-                {"conversations": [{"from": name, "value": f"{name[0]}{i}"} for name in names]}
-                for i in range(count)
-            ),
-        )
-        reset_peak_memory()
-        text = load_text(chat_target, [file], 64)
-        for first in range(0, len(text.training) - 8, len(text.training) // 50):
-            rows = range(first, first + 8)
-            assert text.training[rows].shape == text.mask(rows).shape == (8, 65)
-        assert len(text.digest) == 16  # which reads everything
-        return peak_memory() / 2**20
-
-    peak(1000)  # imports
-    small, large = peak(20_000), peak(100_000)
+    # A process of its own: what other tests left in this one may be freed or swapped meanwhile.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        counts = (1000, 20_000, 100_000)  # the first for imports
+        _, small, large = process.map(partial(peak, chat_target, tmp_path), counts)
     print(f"{small:.0f} MB for 20,000 conversations, {large:.0f} MB for 100,000")
     # 13 MB of files are mapped, in part. The records alone would take more than 60 MB.
     assert large - small < 30

@@ -32,6 +32,7 @@ from paceline.models.threads import (
     Steps,
     Threads,
     measure_threads,
+    taken_by_others,
     timed_after_pause,
     usable_cores,
 )
@@ -56,6 +57,10 @@ CONTEXT = 128  # committed tokens of each session while it is measured
 LOAD_NODES, ALWAYS_NODES = (1, 2, 4, 8, 16, 32), 4
 LOAD_DEPTHS = 1, 4
 LOAD_SECONDS, LOAD_REPETITIONS = 0.25, 25
+# Costs are measured again, by the next engines, where others took more than this share of the
+# processors meanwhile: numbers of threads and costs would stay wrong for good. On a machine that is
+# always busy, the quietest of so many measurements stays.
+BUSY, MOST_TRIES = 0.1, 5
 REMOTE_REPETITIONS, REMOTE_TIMEOUT_S, REMOTE_RETRY_S = 8, 2.0, 30.0
 DIGEST_BYTES = 1 << 16  # of each file of weights, for a digest that reads little
 
@@ -79,6 +84,9 @@ class CostProfile:
         methods: those whose drafter was measured, or drafts with the measured one.
         threads, draft_threads: of the target and the draft model, see
             :class:`paceline.models.threads.Threads`; empty where there was nothing to choose.
+        others: share of the processors' time that others took while an engine measured by itself.
+        tries: how often engines have measured it, of which this is the quietest time; 0 if it was
+            asked for, and is not measured again.
     """
 
     key: dict[str, str]
@@ -92,7 +100,14 @@ class CostProfile:
     methods: tuple[str, ...] = ()
     threads: Steps = ()
     draft_threads: Steps = ()
+    others: float = 0.0
+    tries: int = 0
     version: int = VERSION
+
+    @property
+    def provisional(self) -> bool:
+        """Whether the next engine measures again, because the machine was busy."""
+        return self.others > BUSY and 0 < self.tries < MOST_TRIES
 
     def verify(self, nodes: float, batch: int) -> float:
         """Seconds of a target forward, interpolated.
@@ -460,6 +475,8 @@ class LoadCosts:
         profile = find_profile(self._key())
         if profile is not None:
             self._use(profile)
+            if profile.provisional:
+                self._profile = None  # measured again once something drafts
 
     def _use(self, profile: CostProfile) -> None:
         self._profile = profile
@@ -496,25 +513,39 @@ class LoadCosts:
     def _find(self) -> CostProfile | None:
         key = self._key()
         file = default_path(key)
-        profile = find_profile(key)
-        if profile is not None:
-            self._use(profile)
-            return profile
+        kept = find_profile(key)
+        if kept is not None and not (kept.provisional and _measures()):
+            self._use(kept)
+            return kept
         if not _measures():
             self.source = "not measured: PACELINE_MEASURE=off"
             return None
-        started = time.perf_counter()
+        started, taken = time.perf_counter(), taken_by_others()
         profile = _measure_load(self._runner, self._drafter, key)
         if profile is None:
             self.source = "not measured: no KV memory was free"
             return None
-        self.source = f"measured in {time.perf_counter() - started:.2f} s"
+        seconds = time.perf_counter() - started
+        others = max(0.0, taken_by_others() - taken) / seconds / usable_cores().logical
+        self.source = f"measured in {seconds:.2f} s"
+        if others > BUSY:
+            self.source += f" while others took {others:.0%} of the processors"
+        tries = 1 if kept is None else kept.tries + 1
+        if kept is not None and kept.others <= others:
+            profile = replace(kept, tries=tries)
+            self._use(profile)
+            self.source += (
+                f", when others took {kept.others:.0%} of the processors, not {others:.0%}"
+            )
+        else:
+            profile = replace(profile, others=others, tries=tries)
         try:
             profile.save(file)
         except OSError as error:
             self.source += f", and not kept: {error}"
         else:
-            self.source += f", kept in {file}"
+            self.source += f", kept in {file}" if profile.others == others else ""
+            self.source += "; the next engine measures again" if profile.provisional else ""
         return profile
 
 

@@ -140,6 +140,23 @@ def _read(file: Path) -> str | None:
         return None
 
 
+def taken_by_others(root: Path = Path("/")) -> float:
+    """Processor seconds so far that this process's processors gave to others than itself.
+
+    Others are processes, the kernel, and, on a virtual machine, its neighbours ("steal"). Two calls
+    tell what they took in between. 0 where the system does not tell.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return 0.0
+    own, busy = os.sched_getaffinity(0), 0
+    for line in (_read(root / "proc/stat") or "").splitlines():
+        name, *counts = line.split()
+        if re.fullmatch(r"cpu\d+", name) and int(name[3:]) in own:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, counts[:8])
+            busy += user + nice + system + irq + softirq + steal
+    return busy / os.sysconf("SC_CLK_TCK") - time.process_time() if busy else 0.0
+
+
 # --- how many -------------------------------------------------------------------------------------
 
 SIZES = 1, 4, 8, 16, 64  # rows: a token, drafts, a prompt

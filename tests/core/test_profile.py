@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -16,9 +19,12 @@ from paceline.errors import InvalidArgument
 from paceline.lengths.base import LengthContext
 from paceline.loading import load_engine
 from paceline.models import kernels
+from paceline.models.threads import Cores
 from paceline.profile import (
+    MOST_TRIES,
     CostProfile,
     LoadCosts,
+    _measure_load,
     default_path,
     find_profile,
     measure,
@@ -154,6 +160,60 @@ def test_only_an_engine_that_drafts_measures_and_the_next_one_reads(
     assert str(file) in report["costs"]
     assert set(report["verify_ms_by_rows"]) == set(profile.nodes)
     assert report["threads"]
+
+
+def test_costs_of_a_busy_machine_are_measured_again(
+    tiny_folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others take both processors, a part, all, then half of one in three measurements."""
+    monkeypatch.setattr("paceline.profile.usable_cores", lambda: Cores(2, 2))
+    now = [0.0]
+    monkeypatch.setattr("paceline.profile.taken_by_others", lambda: now[0])
+
+    def found(taken: float) -> tuple[CostProfile, str]:
+        """The costs of a new engine, and their source, where others take seconds per second."""
+        engine = load_engine(tiny_folder)
+
+        def measured(*args: Any) -> CostProfile | None:
+            started = time.perf_counter()
+            profile = _measure_load(*args)
+            now[0] += taken * (time.perf_counter() - started)
+            return profile
+
+        with monkeypatch.context() as patch:
+            patch.setattr("paceline.profile._measure_load", measured)
+            costs = engine.length_context.costs
+        assert costs is not None
+        assert CostProfile.load(files(cache)[0]) == costs
+        return costs, report_costs(engine)["costs"]
+
+    costs, source = found(1.9)
+    assert costs.provisional
+    assert "while others took 9" in source
+    assert "the next engine measures again" in source
+    quieter, source = found(0.6)
+    assert quieter.provisional
+    assert 0.2 < quieter.others < 0.31
+    assert quieter.verify_seconds != costs.verify_seconds
+    still, source = found(1.9)  # the quieter ones stay
+    assert (still.verify_seconds, still.threads) == (quieter.verify_seconds, quieter.threads)
+    assert "read from" in source
+    assert "not 9" in source
+    quiet, source = found(0.1)
+    assert (quiet.tries, quiet.provisional) == (4, False)
+    assert "again" not in source
+    assert found(0.0)[0] == quiet  # and that is that
+
+
+def test_a_machine_that_is_always_busy_is_measured_a_few_times(
+    tiny_folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(0.0, 100.0)
+    monkeypatch.setattr("paceline.profile.taken_by_others", lambda: next(clock))
+    tries = [load_engine(tiny_folder).length_context.costs for _ in range(MOST_TRIES + 2)]
+    assert [costs and costs.tries for costs in tries] == [1, 2, 3, 4, 5, 5, 5]
+    monkeypatch.setenv("PACELINE_MEASURE", "off")
+    assert load_engine(tiny_folder).length_context.costs == tries[-1]
 
 
 def test_what_costs_depend_on_is_in_their_key(

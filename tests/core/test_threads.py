@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,14 @@ from paceline.loading import limit_threads
 from paceline.models import kernels
 from paceline.models.llama import LlamaRunner
 from paceline.models.packing import Packing
-from paceline.models.threads import Cores, Threads, measure_threads, read_cores, usable_cores
+from paceline.models.threads import (
+    Cores,
+    Threads,
+    measure_threads,
+    read_cores,
+    taken_by_others,
+    usable_cores,
+)
 from paceline.profile import choose_threads, set_threads
 
 
@@ -123,6 +131,24 @@ def test_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = usable_cores()
     assert 1 <= cores.physical <= cores.logical
     assert kernels.available_cores() == cores.usable <= cores.logical
+
+
+def test_what_others_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2})
+    monkeypatch.setattr(time, "process_time", lambda: 2.0)
+    write(tmp_path, {"proc/stat": "cpu  900 0 0 0 0 0 0 0 0 0\n"
+                                  "cpu0 100 20 30 999 999 4 5 6 0 0\n"
+                                  "cpu1 300 0 0 999 999 0 0 0 0 0\n"
+                                  "cpu2 235 0 0 999 999 0 0 0 0 0\nctxt 7\n"})  # fmt: skip
+    assert taken_by_others(tmp_path) == 400 / os.sysconf("SC_CLK_TCK") - 2.0
+    assert taken_by_others(tmp_path / "elsewhere") == 0.0
+
+
+def test_a_process_beside_this_one_is_another() -> None:
+    before = taken_by_others()
+    with pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run([sys.executable, "-c", "while True: pass"], timeout=1.0, check=False)
+    assert taken_by_others() - before > 0.3  # it shares its processor with other tests
 
 
 # --- the choice -----------------------------------------------------------------------------------

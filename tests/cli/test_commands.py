@@ -18,6 +18,7 @@ from paceline.cluster.doctor import Status
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.methods import DIFFUSION_METHODS, METHODS, VLLM_METHODS
 from paceline.models import kernels
+from paceline.profile import MOST_TRIES
 from paceline.rpc.server import RpcServer
 from tests.cli.conftest import Cli
 
@@ -237,7 +238,11 @@ def test_doctor_tells_how_many_threads_and_why(own_cache: Path) -> None:
     first = doctor_says("check_threads", PACELINE_MEASURE="on")
     for part in ("costs: measured in", "processors:", "verify ms by rows:", "threads:", "rows:"):
         assert part in first["detail"]
-    again = doctor_says("check_threads", PACELINE_MEASURE="on")
+    for _ in range(MOST_TRIES):  # as often as a machine that other tests keep busy is measured
+        again = doctor_says("check_threads", PACELINE_MEASURE="on")
+        if "measures again" not in first["detail"]:
+            break
+        first = again
     assert "costs: read from" in again["detail"]
 
 

@@ -70,6 +70,7 @@ REACHED = 0.7  # probability that all tokens before a draft's next one are right
 MOST_SURE = 0.9  # highest confidence that a draft must have to go on
 PATIENCE_S = 0.08  # longest wait for a draft of another process
 NOTHING, NO_PICK, NO_LOAD = Budget(0, 0), Pick(None, 0), Load(0, 0)
+REPEATERS = frozenset({"prompt_lookup", "copyspec"})  # draft what the session's own text repeats
 LONG_PROMPT = 512  # tokens: there is much to copy from
 
 
@@ -328,11 +329,10 @@ class Auto:
         if self._unjudged:
             self._judge(session.token_ids)
         self._step = step = self._known.learnt.step(load)
-        self._session, self._load = session, load
+        self._session, self._load, self._pick, self._promise = session, load, NO_PICK, None
         step.first = step.first or session.session_id
-        self._pick, self._promise = NO_PICK, None
         self._room = min(self._longest, session.remaining - 1) if self._members.names else 0
-        if self._room <= 0 or step.measures_ar or self._rest.goes_on():
+        if self._room <= 0 or step.measures_ar or self._rest.goes_on(session.token_ids, load):
             self._num_ar += 1
             step.asked.append(NOTHING)
             return NOTHING
@@ -379,6 +379,8 @@ class Auto:
     def asks(self, drafter: str) -> int:
         """As :meth:`paceline.types.Portfolio.asks`."""
         candidate = self._candidates[drafter]
+        if drafter in REPEATERS and self._rest.in_vain:
+            return 0
         price = self._load.num_running * self._known.ask.get(drafter, 0.0)
         cheap = price <= LEARNING_SHARE * self._known.verify(self._load)[0]
         if not (cheap and candidate.asks < FIRST_ASKS) and candidate.worth < price:
@@ -568,8 +570,7 @@ class Auto:
         self, drafter: str, tokens: list[int], asked: int, first: int = 0, start: int | None = None
     ) -> None:
         """Have a draft judged, which follows ``start`` committed tokens (None: all)."""
-        session, kind = self._session, self._class(drafter)
-        start = session.length if start is None else start
+        kind, start = self._class(drafter), self._session.length if start is None else start
         self._unjudged.append(_Unjudged(drafter, kind, start, tokens, asked, first))
 
     def _judge(self, token_ids: list[int]) -> None:

@@ -266,11 +266,9 @@ class Intake:
                     and (request.prediction or not method.reads_prediction)
                     and (request.params.constraint or not method.reads_constraint)
                 ):
-                    name, costs = method.drafter, method.needs or num_sessions >= CROWD
+                    name, is_free = method.drafter, not method.needs and num_sessions < CROWD
                     if method.needs and not self._reads_little(name, request):
                         break
-                    # A request with a prediction asks for its drafter.
-                    is_free = not costs or method.reads_prediction
                     if is_free or roster.joins(name, workload, num_sessions):
                         names.append(name)
                     break

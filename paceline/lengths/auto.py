@@ -311,7 +311,6 @@ class Auto:
         )
         self._candidates: dict[str, _Candidate] = defaultdict(_Candidate)
         self._unjudged: list[_Unjudged] = []
-        self._looked: dict[str, float] = {}  # quick drafters asked now; seconds to read a prompt
         self._found: dict[str, Draft] = {}
         self._costs: dict[str, tuple[float, float, float]] = {}  # of models, in this round
         self._credit = 0.0  # seconds that may be spent on learning
@@ -337,7 +336,7 @@ class Auto:
             step.asked.append(NOTHING)
             return NOTHING
         step.num_looking += 1
-        self._looked, self._found, self._costs = {}, {}, {}
+        self._found, self._costs = {}, {}
         return Budget(self._room, self._room, portfolio=self, patience_s=PATIENCE_S)
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
@@ -394,9 +393,8 @@ class Auto:
         """As :meth:`paceline.types.Portfolio.found`."""
         if self._candidates[drafter].asks > 1:
             self._known.asked(drafter, seconds)
-            self._looked[drafter] = 0.0
         else:  # it has read the prompt as well
-            self._step.more_than_looks, self._looked[drafter] = True, seconds
+            self._step.more_than_looks = True
         if draft.num_nodes and is_chain(draft.parent_indices):
             self._found[drafter] = draft
             self._await(drafter, draft.token_ids.tolist(), draft.num_nodes)
@@ -432,9 +430,7 @@ class Auto:
         else:
             self._candidates[chosen].num_picked += 1
             self._stop.threshold = self._least_sure(chosen, depth, speed)
-        look, ar = self._known.look / max(1, len(self._looked)), verify[0] / self._load.num_running
         costs = dict.fromkeys(drafters, HEAD_COST)
-        costs |= {name: (look + reading) / ar for name, reading in self._looked.items()}
         workload, worth = crowded(self._workload, self._load.num_running), speed * verify[0]
         self._promise = _Promise(workload, costs, chosen, lead / verify[0], best.tokens, worth)
         probe = self._probe([name for name in drafters if name != chosen])

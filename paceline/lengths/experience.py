@@ -27,7 +27,9 @@ FIRST_OF_MODEL, FIRST_OF_QUICK = 0.85, 0.6
 FIRST_OF_FORCED = 0.95  # what a constraint forces is wrong only where tokens are cut otherwise
 RELAY = "relay"  # what is looked up behind a model's draft
 TRIAL_ROUNDS = 64.0  # rounds of sessions with a drafter, until it is known whether it pays
-TRIAL_SESSIONS = 16  # of a crowd that try a drafter of which nothing is known
+TRIAL_SESSIONS = 2  # of a crowd that try a drafter of which nothing is known
+# Drafters that read and draft only when they are asked: what that costs, the session sees itself.
+LOOKUPS = frozenset({"forced", "predicted_outputs", "suffix", "copyspec", "prompt_lookup"})
 HEAD_COST = 0.04  # rounds of AR in each round: a head reads the prompt and all that is committed
 CROWD = 4  # sessions, from which on drafters are judged by the number of sessions
 TRY_AGAIN = 16  # sessions, of which one has a drafter that did not pay for others
@@ -175,7 +177,7 @@ class Roster:
     """Which drafters a new session has, where having one costs time though it is not chosen.
 
     A head reads all committed tokens, and its session cannot begin with all entries of the prefix
-    cache. A lookup reads them, too, and in a batch all sessions wait for the looks of each.
+    cache. In a crowd all sessions wait for what a model reads for one of them.
     """
 
     def __init__(self) -> None:
@@ -186,8 +188,10 @@ class Roster:
     def joins(self, drafter: str, workload: str, num_sessions: int) -> bool:
         """Whether a new session of that kind of prompt has the drafter, as one of so many sessions.
 
-        Where that many sessions are new, the nearest number that is known counts.
+        Lookups always. Where that many sessions are new, the nearest number that is known counts.
         """
+        if drafter in LOOKUPS:
+            return True
         for kind in _crowds(workload, num_sessions):
             key = kind, drafter
             known = self.seen.get(key, Balance())

@@ -71,6 +71,8 @@ MOST_SURE = 0.9  # highest confidence that a draft must have to go on
 PATIENCE_S = 0.08  # longest wait for a draft of another process
 NOTHING, NO_PICK, NO_LOAD = Budget(0, 0), Pick(None, 0), Load(0, 0)
 REPEATERS = frozenset({"prompt_lookup", "copyspec"})  # draft what the session's own text repeats
+SUFFIX = "suffix"  # drafts the more tokens the longer its match is
+MATCHED = 16  # added to the class of another lookup's draft where that match tells how sure it is
 LONG_PROMPT = 512  # tokens: there is much to copy from
 
 
@@ -187,7 +189,7 @@ class _Unjudged:
 
     Attributes:
         start: committed tokens that it follows.
-        kind: its class, as in :meth:`Auto._class`.
+        kind: its class, as in :func:`_class_of`.
         asked: tokens that were wanted; those it lacks count as wrong.
         first: its first tokens are another drafter's: it is judged only if they are right.
         right: its tokens that were committed, so far.
@@ -312,6 +314,7 @@ class Auto:
         self._candidates: dict[str, _Candidate] = defaultdict(_Candidate)
         self._unjudged: list[_Unjudged] = []
         self._found: dict[str, Draft] = {}
+        self._match: Draft | None = None  # suffix decoding's
         self._costs: dict[str, tuple[float, float, float]] = {}  # of models, in this round
         self._credit = 0.0  # seconds that may be spent on learning
         self._pace, self._rest = _Pace(MEMORY), Rest()
@@ -336,7 +339,7 @@ class Auto:
             step.asked.append(NOTHING)
             return NOTHING
         step.num_looking += 1
-        self._found, self._costs = {}, {}
+        self._found, self._costs, self._match = {}, {}, None
         return Budget(self._room, self._room, portfolio=self, patience_s=PATIENCE_S)
 
     def observe(self, outcome: Outcome, draft_seconds: float, verify_seconds: float) -> None:
@@ -391,13 +394,14 @@ class Auto:
 
     def found(self, drafter: str, draft: Draft, seconds: float) -> None:
         """As :meth:`paceline.types.Portfolio.found`."""
+        if drafter == SUFFIX:
+            self._match = draft
         if self._candidates[drafter].asks > 1:
             self._known.asked(drafter, seconds)
         else:  # it has read the prompt as well
             self._step.more_than_looks = True
         if draft.num_nodes and is_chain(draft.parent_indices):
             self._found[drafter] = draft
-            self._await(drafter, draft.token_ids.tolist(), draft.num_nodes)
         else:
             self._candidates[drafter].worth *= WORTH_MEMORY
 
@@ -407,6 +411,7 @@ class Auto:
         speed = self._speed(verify[0])
         offers = [_Offer(None, 0, 1.0, verify[0])]
         for name, draft in self._found.items():
+            self._await(name, draft.token_ids.tolist(), draft.num_nodes)
             offers += self._offers(name, draft.num_nodes, (0.0, 0.0, 1.0), speed)
         for name in drafters:
             offers += self._offers(name, self._longest_of(name), self._cost(name), speed)
@@ -498,11 +503,8 @@ class Auto:
         return max(1.0 / ar, tokens / seconds if seconds else 0.0)
 
     def _class(self, drafter: str) -> int:
-        """What is known of the next draft: whether the last one was right, and its length, where it
-        is there already: longer ones come from longer matches."""
-        found = self._found.get(drafter)
-        size = 0 if found is None else min(found.num_nodes.bit_length(), 4)
-        return 2 * size + self._candidates[drafter].hot
+        hot = self._candidates[drafter].hot
+        return _class_of(drafter, self._found.get(drafter), self._match, hot)
 
     def _rates(self, drafter: str) -> list[float]:
         return self._acceptance(drafter, self._class(drafter)).rates()
@@ -587,6 +589,24 @@ class Auto:
                 if hot:
                     self._rest.end()
         self._unjudged = going
+
+
+def _class_of(drafter: str, draft: Draft | None, match: Draft | None, hot: bool) -> int:
+    """What is known of a drafter's next draft, which has acceptance rates of its own.
+
+    Args:
+        draft: if it is there already. Longer ones are likelier to be right, except that a short
+            match may give a long one: then the length of suffix decoding's counts, if it begins
+            alike.
+        match: suffix decoding's draft, which may be empty; None: it was not asked.
+        hot: whether the drafter's last draft was right.
+    """
+    if draft is None:
+        return int(hot)
+    if match is None or drafter == SUFFIX:
+        return 2 * min(draft.num_nodes.bit_length(), 4) + hot
+    alike = match.num_nodes > 0 and match.token_ids[0] == draft.token_ids[0]
+    return MATCHED + 2 * (min(match.num_nodes.bit_length(), 4) if alike else 0) + hot
 
 
 _Depth = tuple[int, float, float]  # and its expected tokens and seconds

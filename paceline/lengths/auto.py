@@ -380,9 +380,9 @@ class Auto:
 
     def asks(self, drafter: str) -> int:
         """As :meth:`paceline.types.Portfolio.asks`."""
-        candidate = self._candidates[drafter]
         if drafter in REPEATERS and self._rest.in_vain:
             return 0
+        candidate = self._candidates[drafter]
         price = self._load.num_running * self._known.ask.get(drafter, 0.0)
         cheap = price <= LEARNING_SHARE * self._known.verify(self._load)[0]
         if not (cheap and candidate.asks < FIRST_ASKS) and candidate.worth < price:

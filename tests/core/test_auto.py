@@ -25,7 +25,7 @@ from paceline.engine import Engine
 from paceline.engine.intake import LONGEST_READ
 from paceline.errors import InvalidArgument
 from paceline.lengths import goodput
-from paceline.lengths.auto import LEARNING_SHARE, Auto, _Known
+from paceline.lengths.auto import LEARNING_SHARE, Auto, _class_of, _Known
 from paceline.lengths.base import LengthContext, length_bounds
 from paceline.lengths.experience import (
     MOST_WEIGHT,
@@ -38,13 +38,13 @@ from paceline.lengths.experience import (
     crowded,
     experience_of,
 )
-from paceline.lengths.rest import GRAM
+from paceline.lengths.rest import Repeats
 from paceline.loading import load_engine
 from paceline.plan import resolve
 from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
-from paceline.types import Budget, Draft, Load, Outcome, Verification
+from paceline.types import EMPTY_DRAFT, Budget, Draft, Load, Outcome, Verification
 from tests.modelzoo import make_model
 
 Accuracy = Callable[[int], float]  # of a drafted token, by its position in the text
@@ -435,6 +435,25 @@ def test_a_head_that_is_not_chosen_joins_few_sessions() -> None:
     assert all(has_head(engine) for _ in range(4))
 
 
+def test_a_long_draft_from_a_short_match_is_a_class_of_its_own() -> None:
+    """Copies are as long as the text goes on, so their length does not tell how sure they are."""
+    copied = Draft.chain([5, *range(10, 20)])
+    kinds = [
+        _class_of("copyspec", copied, match, hot=False)
+        for match in (None, EMPTY_DRAFT, Draft.chain([6, 7, 8]), Draft.chain([5]),
+                      Draft.chain([5, 10]), Draft.chain([5, *range(10, 17)]))
+    ]  # fmt: skip
+    assert len(set(kinds)) == 5  # a match that goes on otherwise counts as none
+    assert kinds[1] == kinds[2]
+    for kind, match in zip(kinds, (None, EMPTY_DRAFT), strict=False):
+        assert _class_of("copyspec", copied, match, hot=True) == kind + 1
+    own = [
+        _class_of("suffix", Draft.chain([5] * n), Draft.chain([5] * n), False) for n in (1, 2, 8)
+    ]
+    assert len({*own, *kinds}) == 7  # without a match, the copy's own length counts
+    assert min({*own, *kinds}) > 1 == _class_of("eagle", None, EMPTY_DRAFT, hot=True)
+
+
 def test_a_head_is_judged_by_the_size_of_the_batch() -> None:
     engine = load_engine()
     roster = experience_of(engine.length_context).roster
@@ -556,19 +575,22 @@ def test_in_a_batch_lookups_read_where_the_text_repeats() -> None:
     sessions = [engine.submit(Request(prompt, params, config)) for prompt in prompts]
     while engine.has_work:
         engine.step()
-    asked, never = 0, 0
+    asked = never = 0
     for session in sessions:
         assert session.error is None
         text = session.token_ids
         assert session.output_ids == ar_ids(engine, text[: session.prompt_length], params)
-        grams = [tuple(text[end - GRAM : end]) for end in range(GRAM, len(text))]
+        repeats = Repeats()
+        begins = range(session.prompt_length + 1, len(text))
+        repeated = any(repeats.again(text[:end]) for end in begins)
         known = session.length_controller.explain()["drafters"]  # type: ignore[attr-defined]
-        if len(set(grams)) == len(grams):
-            never += not {"copyspec", "prompt_lookup"} & set(known)
-        else:
+        if repeated:
             asked += {"copyspec", "prompt_lookup"} <= set(known)
+        else:
+            never += 1
+            assert not {"copyspec", "prompt_lookup"} & set(known)
     assert asked
-    assert never >= 3  # some begin before the crowd is there
+    assert never
 
 
 def test_what_a_drafter_saved_counts_against_what_it_cost() -> None:

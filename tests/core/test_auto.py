@@ -38,7 +38,7 @@ from paceline.lengths.experience import (
     crowded,
     experience_of,
 )
-from paceline.lengths.rest import Repeats
+from paceline.lengths.rest import MOST_SLOTS, Repeats
 from paceline.loading import load_engine
 from paceline.plan import resolve
 from paceline.request import Request
@@ -361,12 +361,14 @@ def test_what_a_session_keeps_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     own = tracemalloc.take_snapshot().filter_traces(
         [
             tracemalloc.Filter(True, f"*/lengths/{name}.py", all_frames=True)
-            for name in ("auto", "experience")
+            for name in ("auto", "experience", "rest")
         ]
     )
     tracemalloc.stop()
     assert run.rounds
-    assert 0 < sum(trace.size for trace in own.traces) < 64 * 1024
+    alone = sum(trace.size for trace in own.traces)
+    print(f"{alone} bytes, and {MOST_SLOTS} in a crowd")
+    assert 0 < alone < 64 * 1024 - MOST_SLOTS
 
 
 # --- in an engine ---------------------------------------------------------------------------------

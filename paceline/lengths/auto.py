@@ -32,8 +32,10 @@ from paceline.lengths.base import (
 )
 from paceline.lengths.experience import (
     HEAD_COST,
+    MATCHED,
     RELAY,
     SHARED_MEMORY,
+    SUFFIX,
     DepthRates,
     Members,
     Roster,
@@ -71,8 +73,6 @@ MOST_SURE = 0.9  # highest confidence that a draft must have to go on
 PATIENCE_S = 0.08  # longest wait for a draft of another process
 NOTHING, NO_PICK, NO_LOAD = Budget(0, 0), Pick(None, 0), Load(0, 0)
 REPEATERS = frozenset({"prompt_lookup", "copyspec"})  # draft what the session's own text repeats
-SUFFIX = "suffix"  # drafts the more tokens the longer its match is
-MATCHED = 16  # added to the class of another lookup's draft where that match tells how sure it is
 LONG_PROMPT = 512  # tokens: there is much to copy from
 
 

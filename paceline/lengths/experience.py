@@ -24,6 +24,12 @@ PRIOR_DRAFTS = 8.0  # weight of the other sessions' experience, in drafts
 # Acceptance of a drafter that no session has seen draft: of models so high that they are tried, and
 # of quick drafters so low that they are not, since their drafts are judged in any case.
 FIRST_OF_MODEL, FIRST_OF_QUICK = 0.85, 0.6
+FIRST_OF_PREDICTION = 0.8  # the request says that the answer is like it
+SUFFIX = "suffix"  # drafts the more tokens the longer its match is
+MATCHED = 16  # added to the class of another lookup's draft where that match tells how sure it is
+# By the bits of the number of tokens that suffix decoding drafts, which grows with its match: what
+# SmolLM2's answers to questions, its edits and its second turns had, in tenths.
+FIRST_BY_MATCH = 0.4, 0.4, 0.6, 0.8, 0.9
 FIRST_OF_FORCED = 0.95  # what a constraint forces is wrong only where tokens are cut otherwise
 RELAY = "relay"  # what is looked up behind a model's draft
 TRIAL_ROUNDS = 64.0  # rounds of sessions with a drafter, until it is known whether it pays
@@ -279,10 +285,7 @@ class Experience:
         """Acceptance of drafts of at most ``longest`` tokens, of a class of drafts."""
         key = longest, workload, drafter, kind
         if key not in self._rates:
-            first = FIRST_OF_QUICK if kind > 1 or drafter == RELAY else FIRST_OF_MODEL
-            if drafter == "forced":
-                first = FIRST_OF_FORCED
-            self._rates[key] = DepthRates(longest, first, SHARED_MEMORY)
+            self._rates[key] = DepthRates(longest, _first_rate(drafter, kind), SHARED_MEMORY)
         return self._rates[key]
 
     def goes_on(self, drafter: str) -> float:
@@ -330,6 +333,21 @@ class Experience:
             self.roster.seen[key] = known.scaled(min(1.0, MOST_WEIGHT / max(known.rounds, 1e-9)))
         for drafter_key, counts in ranks.items():
             self.ranks(*drafter_key).add(*counts)
+
+
+def _first_rate(drafter: str, kind: int) -> float:
+    """Acceptance to expect of drafts of a class of which nothing is known.
+
+    Args:
+        kind: the class; 0 and 1 are those of drafts that are not there yet, a model's.
+    """
+    if drafter == "forced":
+        return FIRST_OF_FORCED
+    if kind >= MATCHED or (drafter == SUFFIX and kind > 1):
+        return FIRST_BY_MATCH[min(kind % MATCHED // 2, len(FIRST_BY_MATCH) - 1)]
+    if drafter == "predicted_outputs":
+        return FIRST_OF_PREDICTION
+    return FIRST_OF_QUICK if kind > 1 or drafter == RELAY else FIRST_OF_MODEL
 
 
 def check_document(text: str) -> None:

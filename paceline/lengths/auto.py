@@ -39,6 +39,7 @@ from paceline.lengths.experience import (
     DepthRates,
     Members,
     Roster,
+    crowd_of,
     crowded,
     experience_of,
 )
@@ -334,7 +335,9 @@ class Auto:
         self._session, self._load, self._pick, self._promise = session, load, NO_PICK, None
         step.first = step.first or session.session_id
         self._room = min(self._longest, session.remaining - 1) if self._members.names else 0
-        if self._room <= 0 or step.measures_ar or self._rest.goes_on(session.token_ids, load):
+        crowd = crowd_of(load.num_running) > 0
+        rests = self._room <= 0 or step.measures_ar
+        if rests or self._rest.goes_on(session.token_ids, in_crowd=crowd):
             self._num_ar += 1
             step.asked.append(NOTHING)
             return NOTHING

@@ -8,9 +8,6 @@ its text repeats itself, which takes a microsecond to see.
 
 from __future__ import annotations
 
-from paceline.lengths.experience import crowd_of
-from paceline.types import Load
-
 FIRST_ROUNDS = 0.125  # of AR: what the looks of a new session may take in any case
 MOST_ROUNDS = 64  # longest rest
 MEMORY = 0.9  # decay of what looking has saved, for each look
@@ -45,7 +42,7 @@ class Rest:
         )
         self._skip = self._skips = 0
 
-    def goes_on(self, token_ids: list[int], load: Load) -> bool:
+    def goes_on(self, token_ids: list[int], *, in_crowd: bool) -> bool:
         """Whether this round is one of rest.
 
         In a crowd rests are long at once, and repeats end them: the more often looks for repeats
@@ -54,7 +51,7 @@ class Rest:
         Args:
             token_ids: the session's text.
         """
-        self._waits = crowd_of(load.num_running) > 0
+        self._waits = in_crowd
         self.in_vain = self._waits and not self._repeats.again(token_ids)
         if not self._left:
             return False

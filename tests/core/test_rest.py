@@ -17,10 +17,8 @@ from paceline.lengths.rest import (
     Repeats,
     Rest,
 )
-from paceline.types import Load
 
 ROUND = 10e-3
-ALONE, CROWD = Load(1, 0), Load(4, 0)
 DEAR = 1e-3
 
 
@@ -28,7 +26,7 @@ def looks(rest: Rest, rounds: int, saved: float = 0.0, cost: float = DEAR) -> in
     """Rounds of these in which it looks."""
     count = 0
     for _ in range(rounds):
-        if not rest.goes_on([], ALONE):
+        if not rest.goes_on([], in_crowd=False):
             rest.looked(saved, cost, ROUND)
             count += 1
     return count
@@ -71,10 +69,10 @@ def test_cheap_looks_never_end() -> None:
 def test_it_ends_when_a_draft_was_right() -> None:
     rest = Rest()
     looks(rest, 200)
-    while not rest.goes_on([], ALONE):
+    while not rest.goes_on([], in_crowd=False):
         rest.looked(0.0, DEAR, ROUND)
     rest.end()
-    assert not rest.goes_on([], ALONE)
+    assert not rest.goes_on([], in_crowd=False)
     rest.looked(20 * DEAR, DEAR, ROUND)
     assert looks(rest, 10, saved=2 * DEAR) == 10
 
@@ -88,10 +86,10 @@ def test_a_right_draft_that_still_is_not_worth_it_ends_one_rest() -> None:
         count += looks(rest, 1)
     assert count <= 2 + 2100 / DEAR * NEGLIGIBLE * ROUND
     looks(rest, 21, saved=DEAR)  # worth it now
-    while not rest.goes_on([], ALONE):
+    while not rest.goes_on([], in_crowd=False):
         rest.looked(0.0, DEAR, ROUND)
     rest.end()
-    assert not rest.goes_on([], ALONE)
+    assert not rest.goes_on([], in_crowd=False)
 
 
 # --- in a crowd -----------------------------------------------------------------------------------
@@ -101,7 +99,7 @@ def looks_in_a_crowd(rest: Rest, text: list[int], new: list[int], saved: float =
     """The places in ``new`` before which it looks, as they follow ``text`` one by one."""
     places = []
     for place, token in enumerate(new):
-        if not rest.goes_on(text, CROWD):
+        if not rest.goes_on(text, in_crowd=True):
             rest.looked(saved, DEAR, ROUND)
             places.append(place)
         text.append(token)
@@ -117,7 +115,7 @@ def test_a_crowd_rests_until_the_text_repeats() -> None:
     assert looks_in_a_crowd(rest, text, copied, saved=5 * DEAR) == list(range(GRAM, 8))
     assert not rest.in_vain
     assert looks_in_a_crowd(rest, text, [1000]) == [0]
-    assert not rest.goes_on(text, ALONE)  # what it has saved allows more looks
+    assert not rest.goes_on(text, in_crowd=False)  # what it has saved allows more looks
     assert not rest.in_vain  # one session alone looks for short repeats, too
 
 

@@ -524,7 +524,9 @@ class LoadCosts:
         profile = _measure_load(self._runner, self._drafter, key)
         if profile is None:
             self.source = "not measured: no KV memory was free"
-            return None
+            if kept is not None:
+                self._use(kept)
+            return kept
         seconds = time.perf_counter() - started
         others = max(0.0, taken_by_others() - taken) / seconds / usable_cores().logical
         self.source = f"measured in {seconds:.2f} s"

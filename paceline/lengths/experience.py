@@ -36,7 +36,7 @@ RELAY = "relay"  # what is looked up behind a model's draft
 TRIAL_ROUNDS = 64.0  # rounds of sessions with a drafter, until it is known whether it pays
 TRIAL_SESSIONS = 2  # of a crowd that try a drafter of which nothing is known
 # Drafters that read and draft only when they are asked: what that costs, the session sees itself.
-LOOKUPS = frozenset({"forced", "predicted_outputs", "suffix", "copyspec", "prompt_lookup"})
+LOOKUPS = frozenset({"forced", "predicted_outputs", SUFFIX, "copyspec", "prompt_lookup"})
 HEAD_COST = 0.04  # rounds of AR in each round: a head reads the prompt and all that is committed
 CROWD = 4  # sessions, from which on drafters are judged by the number of sessions
 TRY_AGAIN = 16  # sessions, of which one has a drafter that did not pay for others

@@ -231,9 +231,13 @@ def test_demo_cleans_up_after_ctrl_c() -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # we may ignore it
     )  # fmt: skip
     assert process.stderr is not None
+    said = []
     for line in process.stderr:
+        said.append(line)
         if "loading" in line:
             break
+    else:
+        pytest.fail(f"the demo ended with code {process.wait()} before it loaded: {said}")
     children = _descendants(process.pid)
     assert len(children) > 3  # Ray's own processes and the replicas
     process.send_signal(signal.SIGINT)

@@ -143,13 +143,17 @@ def test_ldlp_learns_from_the_rounds_of_a_head(zoo: Path, tmp_path: Path) -> Non
 # --- what ships -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_shipped_disco_is_no_worse_than_the_best_fixed_length() -> None:
-    """By tokens per cost, where drafting a token costs a tenth of a verification."""
+    """By tokens per cost, where drafting a token costs a tenth of a verification.
+
+    Over all texts that no demo model was trained on: which dozen of them one takes decides by 8 %
+    either way, and their texts are those of the running Python.
+    """
     engine = load_engine()
     assert engine.tokenizer is not None
     prompts = []
-    for _, text in held_out_modules()[::5][:12]:
+    for _, text in held_out_modules():
         middle = len(text) // 2
         prompts.append(engine.tokenizer.encode(text[middle : middle + 600])[:64])
     fixed = {

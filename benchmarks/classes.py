@@ -8,7 +8,8 @@ prediction, JSON under a schema, a second turn, random tokens. Each method has a
 with a model of its own, as a deployment, and no prompt comes twice: what drafters remember is what
 they would remember in service. A group is one batch of a class; all methods decode it, one after
 the other, in an order that changes. The first group of a class counts for nothing: ``auto`` and the
-drafters that remember have seen no such request before.
+drafters that remember have seen no such request before. With ``--warmup 5`` five groups count for
+nothing, and the numbers are those of the long run.
 
 Seconds are processor time on one thread, with prompts. ``best`` is the method with most tokens per
 second over all groups of a class, AR among them: it knows the outcome, which nothing that learns
@@ -191,14 +192,15 @@ def measure(
     num_groups: int,
     methods: Sequence[str],
     max_tokens: int,
+    warmup: int = 1,
 ) -> list[Timed]:
-    """Time ``methods`` on groups of a class; the first group only warms up.
+    """Time ``methods`` on groups of a class, of which the first ``warmup`` do not count.
 
     Raises:
         AssertionError: a method's tokens are not AR's.
     """
     found: list[Timed] = []
-    for number in range(num_groups + 1):
+    for number in range(warmup + num_groups):
         group = list(itertools.islice(requests, batch))
         if len(group) < batch:
             break
@@ -209,7 +211,7 @@ def measure(
             seconds[method], tokens[method] = decode(engines[method], group, method, max_tokens)
         for method in methods:
             assert tokens[method] == tokens["ar"], f"{kind}, {method}: other tokens than AR"
-        if number:
+        if number >= warmup:
             found.append(Timed(sum(map(len, tokens["ar"])), seconds))
     return found
 
@@ -276,6 +278,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="questions in Spec-Bench's format")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--groups", type=int, nargs="+", default=[8, 4, 2], help="by batch size")
+    parser.add_argument("--warmup", type=int, default=1, help="groups that do not count")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--methods", help="single methods, with commas between")
     parser.add_argument("--classes", help="only these, with commas between")
@@ -301,7 +304,9 @@ def main() -> None:
             if options.classes and kind not in options.classes.split(","):
                 continue
             methods = methods_of(kind, singles)
-            timed = measure(engines, kind, asked, batch, groups, methods, options.max_tokens)
+            timed = measure(
+                engines, kind, asked, batch, groups, methods, options.max_tokens, options.warmup
+            )
             if timed:
                 found[kind] = timed
         if found:

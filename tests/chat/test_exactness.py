@@ -7,7 +7,7 @@ cluster.
 
 * Each method has a case of its own. Precision, batch, temperature and place are chosen so that
   every pair of their values is met, by a rule that depends on nothing but the catalogue
-  (:func:`tests.chat.suite.everyday_cases`). Nothing lands without these cases in four prompts of 48
+  (:func:`tests.chat.suite.everyday_cases`). Nothing lands without these cases in four prompts of 24
   tokens (test_exactness_in_full.py, marked slow). Here every third of them is much shorter. Methods
   that copy have 32 tokens of each prompt. The others compute a draft in every round, which costs
   several times as much on a CPU: they have 12 tokens of one prompt, or 6 of each of four.

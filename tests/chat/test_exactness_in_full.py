@@ -1,5 +1,5 @@
 """Each lossless method on SmolLM2 in its everyday case (tests/chat/suite.py), with four prompts of
-48 tokens."""
+24 tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from tests.chat.conftest import NUM_PROMPTS, open_chat
 from tests.chat.suite import Case, Chat, everyday_cases
 
-NUM_TOKENS = 48
+NUM_TOKENS = 24
 
 pytestmark = pytest.mark.slow
 

@@ -46,8 +46,13 @@ _WANTS = frozenset({Need.HIDDEN_STATES, Need.LAYER_STATES})
 
 
 @cache
+def _demo_engine() -> Engine:
+    return load_engine()
+
+
+@cache
 def demo_runner() -> LlamaRunner:
-    runner = load_engine().target.runner
+    runner = _demo_engine().target.runner
     assert isinstance(runner, LlamaRunner)
     return runner
 
@@ -55,7 +60,7 @@ def demo_runner() -> LlamaRunner:
 @cache
 def texts() -> torch.Tensor:
     """Beginnings and what the demo target writes after them.  # int64 [ROWS, LENGTH]"""
-    engine = load_engine()
+    engine = _demo_engine()
     assert engine.tokenizer is not None
     prompts = [engine.tokenizer.encode(text)[:PROMPT] for text in BEGINNINGS]
     sessions = engine.generate(prompts, PARAMS, SpeculationConfig(method="ar"))
@@ -183,7 +188,7 @@ def check_end_of_context(
         for temperature in (0.0, 0.8):
             params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=temperature)
             config = SpeculationConfig(
-                method=head_class.kind, length="fixed", shape=shape, node_budget=40, **knobs
+                method=head_class.kind, length="fixed", shape=shape, node_budget=24, **knobs
             )
             for prompt, session in zip(
                 prompts, engine.generate(prompts, params, config), strict=True

@@ -228,6 +228,11 @@ def xpress(head: Any, batch: HeadBatch, w: dict[str, float]) -> float:
     refiner, start = head.refiner_head, head.first_place
     p = np.exp(log_softmax(numbers(batch.logits)[..., numbers(head.vocabulary).astype(int)]))
     tokens = head.vocabulary.tolist()
+    down_h, down_g, embed, in_proj, mix, mlp_gate, mlp_up, mlp_down, readout = map(numbers, (
+        refiner.down_h.weight, refiner.down_g.weight, refiner.token_embed.weight,
+        refiner.in_proj.weight, refiner.mix_l, refiner.mlp_gate.weight, refiner.mlp_up.weight,
+        refiner.mlp_down.weight, refiner.readout.weight,
+    ))  # fmt: skip
 
     def refined(row: int, block: int, drafted: list[int]) -> Numbers:
         """Logits of a block, place by place."""
@@ -236,19 +241,13 @@ def xpress(head: Any, batch: HeadBatch, w: dict[str, float]) -> float:
         kept: list[Numbers] = []
         rows = []
         for place in range(head.options.block_size):
-            seen = [
-                numbers(refiner.down_h.weight) @ x[place],
-                numbers(refiner.down_g.weight) @ x.mean(0),
-                numbers(refiner.token_embed.weight)[before[place]],
-            ]
-            kept.append(numbers(refiner.in_proj.weight) @ np.concatenate(seen))
-            mixed = kept[place] + sum(
-                numbers(refiner.mix_l)[:, place, j] * kept[j] for j in range(place + 1)
-            )
-            gate = numbers(refiner.mlp_gate.weight) @ mixed
-            fed = gate / (1 + np.exp(-gate)) * (numbers(refiner.mlp_up.weight) @ mixed)
-            last = mixed + numbers(refiner.mlp_down.weight) @ fed
-            rows.append(numbers(refiner.readout.weight) @ last)
+            seen = [down_h @ x[place], down_g @ x.mean(0), embed[before[place]]]
+            kept.append(in_proj @ np.concatenate(seen))
+            mixed = kept[place] + sum(mix[:, place, j] * kept[j] for j in range(place + 1))
+            gate = mlp_gate @ mixed
+            fed = gate / (1 + np.exp(-gate)) * (mlp_up @ mixed)
+            last = mixed + mlp_down @ fed
+            rows.append(readout @ last)
         return base[row, block] + np.stack(rows[start:])
 
     def error(logits: Callable[[int, int], Numbers]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from paceline.lengths.experience import CROWD
 from paceline.loading import load_runner
 from paceline.model_names import resolve_model
 from paceline.models.heads import HeadLibrary, heads_folder
+from paceline.models.llama import LlamaRunner
 from paceline.models.prefix_cache import BLOCK
 from paceline.request import Request
 from paceline.sampling import SamplingParams
@@ -26,10 +28,22 @@ CACHED = 3 * BLOCK
 HEADS = ("eagle", "fspad", "auto")
 
 
+@cache
+def demo_runner() -> LlamaRunner:
+    runner = load_runner(resolve_model("demo"), kv_tokens=4096)
+    assert isinstance(runner, LlamaRunner)
+    return runner
+
+
 def make(**limits: Any) -> Engine:
-    """An engine with the demo target, its heads, and an empty prefix cache."""
-    folder = resolve_model("demo")
-    runner = load_runner(folder, kv_tokens=4096)
+    """An engine with the demo target, its heads, and an empty prefix cache.
+
+    All share the target's weights and memory: the one that was made last has them.
+    """
+    folder, runner = resolve_model("demo"), demo_runner()
+    prefixes = runner._pool.prefixes
+    runner._pool._free += prefixes.evict(10_000)
+    assert runner.num_free == runner.kv_capacity and prefixes.num_idle == 0
     return Engine(
         ModelTarget(runner), heads=HeadLibrary(heads_folder(folder), folder, runner),
         limits=EngineLimits(**limits),
@@ -82,8 +96,8 @@ def test_it_drafts_the_same_after_a_cached_prompt(method: str, expected: dict[st
 
 
 def test_it_begins_where_prompts_differ(expected: dict[str, Run]) -> None:
-    engine = make()
     first = Run(make(), OTHER, "eagle")
+    engine = make()
     Run(engine, PROMPT, "eagle")
     second = Run(engine, OTHER, "eagle")
     # A head's entry knows the next token, too: the block before the difference is not the same.

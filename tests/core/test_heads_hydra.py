@@ -101,7 +101,7 @@ def test_hydra_beats_medusa_where_bigrams_are_strong(tiny_folder: Path) -> None:
     agreement = {}
     for kind in ("medusa", "hydra"):
         head = untrained(kind, target)
-        train(head, batch, 80, rate=1e-2, rows=8)
+        train(head, batch, 48, rate=1e-2, rows=8)
         agreement[kind] = evaluate(head, batch)[1]
     assert agreement["hydra"][1] > agreement["medusa"][1] + 0.2
     assert agreement["hydra"][0] > agreement["medusa"][0] + 0.2

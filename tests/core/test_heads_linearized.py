@@ -261,6 +261,7 @@ def test_bad_options_are_named(options: dict[str, Any], target: HeadTarget) -> N
         Linearized(target, LinearizedOptions(**options))
 
 
+@pytest.mark.slow
 def test_training_makes_drafts_right(tmp_path: Path) -> None:
     """``decode`` checks that they change no token."""
     batch = read(demo_runner(), texts())

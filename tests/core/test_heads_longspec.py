@@ -13,7 +13,6 @@ from paceline.demo import TARGET_DIR
 from paceline.drafters.head import MemoryHeadDrafter
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument
-from paceline.loading import load_engine
 from paceline.models.base import Segment
 from paceline.models.heads import HeadLibrary
 from paceline.models.heads.base import HeadTarget, load_head
@@ -28,6 +27,7 @@ from paceline.models.llama import LlamaRunner
 from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
+from paceline.tokenizer import load_tokenizer
 from tests.core.prompts import code_prompts
 from tests.core.toy_heads import (
     accepted_length,
@@ -320,9 +320,8 @@ def test_its_own_entries_do_not_grow_with_the_context(tmp_path: Path) -> None:
 
 
 def code_text(length: int) -> list[int]:
-    engine = load_engine()
-    assert engine.tokenizer is not None
-    ids = [token for prompt in code_prompts(engine.tokenizer, 12) for token in prompt]
+    tokenizer = load_tokenizer(TARGET_DIR)
+    ids = [token for prompt in code_prompts(tokenizer, 12) for token in prompt]
     while len(ids) < length:
         ids += ids
     return ids[:length]

@@ -449,16 +449,16 @@ def test_exact_at_the_end_of_the_context_with_any_size(
     kind: str, nodes: int, zoo: Path, tmp_path: Path
 ) -> None:
     """Pseudo tokens never take a place that the context does not have."""
-    folder = make_model("llama_gqa", zoo, num_hidden_layers=2, max_position_embeddings=48)
+    folder = make_model("llama_gqa", zoo, num_hidden_layers=2, max_position_embeddings=32)
     random_head(kind, HeadTarget.from_folder(folder)).save(tmp_path / kind)
     engine, reference = tiny_engine(folder, tmp_path), Reference(folder)
     config = SpeculationConfig(method=kind, node_budget=nodes, length="fixed")
     for temperature in (0.0, 0.8):
         params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=temperature)
-        prompts = [list(b"ab"), list(b"0123456789" * 4), list(b"x")]
+        prompts = [list(b"ab"), list(b"0123456789abcdefghijklmn"), list(b"x")]
         sessions = engine.generate(prompts, params, config)
         for prompt, session in zip(prompts, sessions, strict=True):
-            assert session.finish_reason == "length" and session.length == 48
+            assert session.finish_reason == "length" and session.length == 32
             assert session.output_ids == reference(prompt, params)
             assert not session.stats.drafter_lost
     runner = engine.target.runner

@@ -62,7 +62,7 @@ def test_the_demo_pair(folder: Path) -> None:
     assert_close(ours(LlamaRunner(folder), IDS), theirs(folder, IDS), 2e-4)
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=4)  # all kinds in float32, above
 @pytest.mark.parametrize("kind", FAST_PATH_KINDS)
 @pytest.mark.parametrize("kernels", [True, False])
 def test_bfloat16(kind: str, kernels: bool, zoo: Path) -> None:

@@ -198,7 +198,7 @@ class Run:
         return sessions, ar / (self.clock.seconds - before)
 
 
-@pytest.mark.one_of(6)
+@pytest.mark.one_of(6, slow=2)
 @pytest.mark.parametrize(
     "machine",
     [
@@ -244,7 +244,7 @@ class Elsewhere(Drafter):
         return futures
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(3, slow=2)
 @pytest.mark.parametrize("machine", ["linear", "avx2"])
 @pytest.mark.parametrize("travel", [0.1, 1.0])
 def test_with_a_drafter_in_another_actor(
@@ -265,6 +265,7 @@ def test_with_a_drafter_in_another_actor(
 
 
 # What is given up for it, where drafts do pay.
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("method", ["draft_model", "sequoia", "token_recycling", "suffix_decoding"])
 def test_where_verification_is_cheap_methods_lose_little_against_whole_drafts(
     method: str,
@@ -291,7 +292,6 @@ def test_a_profile_of_another_machine_is_soon_put_right(
 ) -> None:
     """It says that rows are nearly free, and each costs as much as the first one."""
     run = Run(demo, heads, MACHINES["linear"], monkeypatch, FLAT.profile())
-    for _ in range(2):
-        run.generate(prompts, method=method)
+    run.generate(prompts, method=method)
     _, speed = run.generate(prompts, method=method)
     assert speed > 0.9

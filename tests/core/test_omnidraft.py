@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +85,25 @@ def plain() -> Engine:
     return load_engine(TARGET_DIR, DRAFTER_DIR)
 
 
+@pytest.fixture(scope="module")
+def own_tokens() -> Engine:
+    """The demo target with the drafter that ships with tokens of its own."""
+    return load_engine(translate=True)
+
+
+@cache
+def translating(folder: Path) -> Engine:
+    return load_engine(TARGET_DIR, folder, translate=True)
+
+
+def forget(engine: Engine) -> OmniDraft:
+    """The engine's drafter, which has not seen any text yet."""
+    drafter = engine.drafters["omnidraft"]
+    assert isinstance(drafter, OmniDraft) and drafter.translator is not None
+    drafter.translator = Translator(drafter.translator.target, drafter.translator.drafter)
+    return drafter
+
+
 def run(
     engine: Engine, method: str, params: SamplingParams = GREEDY, text: str = TEXTS[0]
 ) -> Session:
@@ -98,7 +118,8 @@ def run(
 def test_tokens_are_those_of_ar(
     kind: str, params: SamplingParams, plain: Engine, request: pytest.FixtureRequest
 ) -> None:
-    engine = load_engine(TARGET_DIR, request.getfixturevalue(kind), translate=True)
+    engine = translating(request.getfixturevalue(kind))
+    forget(engine)
     for text in TEXTS:
         session = run(engine, "omnidraft", params, text)
         assert session.output_ids == run(plain, "ar", params, text).output_ids
@@ -118,7 +139,8 @@ def test_another_order_of_tokens_costs_nothing_once_they_are_known(
     params: SamplingParams, plain: Engine, shuffled: Path
 ) -> None:
     """Above temperature 0 too: a translated token has the noise of the target's."""
-    engine = load_engine(TARGET_DIR, shuffled, translate=True)
+    engine = translating(shuffled)
+    forget(engine)
     first, second = (run(engine, "omnidraft", params) for _ in range(2))
     known = run(plain, "draft_model", params)
     assert second.output_ids == known.output_ids
@@ -165,11 +187,10 @@ def test_the_cache_learns(finer: Path) -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_the_drafter_that_ships_with_tokens_of_its_own(params: SamplingParams) -> None:
-    engine = load_engine(translate=True)
-    drafter = engine.drafters["omnidraft"]
-    assert isinstance(drafter, OmniDraft)
-    translator = drafter.translator
+def test_the_drafter_that_ships_with_tokens_of_its_own(
+    params: SamplingParams, own_tokens: Engine
+) -> None:
+    engine, translator = own_tokens, forget(own_tokens).translator
     assert translator is not None
     assert translator.drafter.vocab_size == 768
     rounds = accepted = 0
@@ -188,7 +209,7 @@ def test_the_drafter_that_ships_with_tokens_of_its_own(params: SamplingParams) -
 
 
 def test_methods_for_the_same_tokenizer_are_refused(finer: Path) -> None:
-    engine = load_engine(TARGET_DIR, finer, translate=True)
+    engine = translating(finer)
     assert isinstance(engine.drafters["omnidraft"], OmniDraft)
     with pytest.raises(InvalidArgument, match="omnidraft"):
         run(engine, "draft_model")

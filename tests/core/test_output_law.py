@@ -170,7 +170,7 @@ def test_decisions_have_the_chance_that_they_are_given() -> None:
 # --- seeded samples ------------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(3, slow=2)
 @pytest.mark.parametrize("vocab", [3, 4, 16, 64])
 @pytest.mark.parametrize("over", ["seeds", "positions"])
 def test_coupled_sampling_has_the_targets_law(vocab: int, over: str) -> None:
@@ -295,15 +295,15 @@ def test_drafts_from_the_shape_keep_the_targets_law(method: str, vocab: int, sup
         assert overlap / (2 - overlap) - slack < rate < overlap + slack
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(3, slow=2)
 @pytest.mark.parametrize(
     ("rule", "shape"),
     [
-        ("rejection", "chain"),
+        ("recursive_rejection", "rsd_s"),
         ("block", "chain"),
         ("recursive_rejection", "kary"),
         pytest.param("recursive_rejection", "rsd_c", marks=pytest.mark.nightly),
-        ("recursive_rejection", "rsd_s"),
+        ("rejection", "chain"),
         pytest.param("recursive_rejection", "dyspec", marks=pytest.mark.nightly),
         pytest.param("k_seq", "kary", marks=pytest.mark.nightly),
         ("k_seq", "iid"),
@@ -346,7 +346,7 @@ def test_rounds_one_after_another_keep_the_targets_law(rule: str, shape: str, su
     assert accepted / count > overlap + (-4 if rule in ("rejection", "block") else 2) * error
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(3, slow=2)
 @pytest.mark.parametrize("rule", ["rejection", "block", "recursive_rejection", "k_seq"])
 def test_rounds_with_drafts_that_end_early_keep_the_targets_law(rule: str) -> None:
     """A stop rule ends chains where the drafter is unsure: which tokens it drew decides."""
@@ -379,7 +379,7 @@ def test_rounds_with_drafts_that_end_early_keep_the_targets_law(rule: str) -> No
 
 def test_two_drawn_candidates_of_two_tokens_are_always_enough() -> None:
     """Recursive rejection with real draws and tosses: no round ever ends before its leaves."""
-    for table_seed in range(5):
+    for table_seed in range(3):
         rng = np.random.default_rng(table_seed)
         p, q = (rng.dirichlet((4.0, 4.0), 2) for _ in range(2))
         counts = np.zeros((2, 2), int)
@@ -400,10 +400,11 @@ def test_coupled_acceptance_is_near_the_optimum_for_many_pairs() -> None:
         rng = np.random.default_rng(seed)
         p, q = distribution(rng, 12), distribution(rng, 12)
         count, accepted = 1200, 0
+        drafted, wanted = log(q).numpy(), torch.stack([log(p)] * 2)
         for i in range(count):
             params = SamplingParams(temperature=1.0, seed=i)
-            token = coupled_sample(log(q).numpy(), params, 7)
-            target = PathLogits(torch.stack([log(p)] * 2), params, [0] * 7)
+            token = coupled_sample(drafted, params, 7)
+            target = PathLogits(wanted, params, [0] * 7)
             accepted += len(rule.accept(Draft.chain([token]), target).path)
         tv = float(np.abs(p - q).sum() / 2)
         low, high, slack = (1 - tv) / (1 + tv), 1 - tv, 5 * standard_error(0.5, count)
@@ -419,7 +420,7 @@ LAW_ROWS = [
 ]
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(3, slow=2)
 @pytest.mark.parametrize("method", [*LAW_ROWS, "ar", "draft_model_tree"])
 def test_a_method_has_the_targets_law(method: str, tiny: LlamaRunner, tiny_folder: Path) -> None:
     """Three tokens of many seeds against probabilities computed from the model's own logits."""

@@ -39,6 +39,7 @@ def reference(head_dim: int, rope: dict[str, Any]) -> LlamaRotaryEmbedding:
     )  # fmt: skip
 
 
+@pytest.mark.one_of(1, slow=3)  # leaves each kind and each theta
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tables_are_those_of_transformers(kind: str, theta: float) -> None:

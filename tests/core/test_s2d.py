@@ -94,8 +94,9 @@ def truncated(folder: Path, num_layers: int, place: Path) -> Path:
     """The checkpoint with its first layers alone."""
     from transformers import LlamaForCausalLM
 
-    short = LlamaForCausalLM.from_pretrained(folder, num_hidden_layers=num_layers)
-    short.save_pretrained(place)
+    if not place.exists():
+        short = LlamaForCausalLM.from_pretrained(folder, num_hidden_layers=num_layers)
+        short.save_pretrained(place)
     return place
 
 
@@ -108,11 +109,11 @@ def truncated(folder: Path, num_layers: int, place: Path) -> Path:
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_sub_model_is_the_first_layers_with_the_shared_norm_and_head(
     params: SamplingParams, exits: tuple[int, ...], threshold: float, layers: int,
-    folder: Path, target: LlamaRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    folder: Path, target: LlamaRunner, zoo: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Threshold 0 is always the shallowest, 1 always the deepest: the drafts of a shorter model."""
     drafter = load_runner(folder, kv_tokens=3000)
-    short = load_runner(truncated(folder, layers, tmp_path), kv_tokens=3000)
+    short = load_runner(truncated(folder, layers, zoo / f"first {layers} layers"), kv_tokens=3000)
     watch = LayerWatch(drafter, monkeypatch)
     knobs = {"exit_layers": exits, "exit_threshold": threshold, "num_speculative_tokens": 4}
     _, drafts = generate(new_engine(target, drafter), params, **knobs)
@@ -144,7 +145,9 @@ def test_a_token_comes_from_the_shallowest_exit_that_is_sure(
 ) -> None:
     """Asked of each sub-model by itself, with all of the text before: bit for bit the same."""
     knobs = {"exit_layers": exits, "exit_threshold": threshold}
-    sessions, drafts = generate(new_engine(target, drafter), GREEDY, **knobs)
+    # At 0.25 few tokens use both exits; at 0.1 the deep one is rare.
+    params = replace(GREEDY, max_tokens=12 if threshold == 0.25 else 24)
+    sessions, drafts = generate(new_engine(target, drafter), params, **knobs)
     used: Counter[int] = Counter()
     for session in sessions:
         for before, draft in drafts[session.token_ids[0]]:
@@ -184,7 +187,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(3, slow=2)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("threshold", [0.0, 0.1, 0.25, 1.0])
 @pytest.mark.parametrize("kind", KINDS)

@@ -32,11 +32,6 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def demo() -> Engine:
-    return load_engine()
-
-
-@pytest.fixture(scope="module")
 def prompt(demo: Engine) -> list[int]:
     assert demo.tokenizer is not None
     return demo.tokenizer.encode(PROMPT)
@@ -101,6 +96,7 @@ def check(engine: Engine, session: ScoredTree, alone: Engine) -> None:
     assert engine.local_target.num_free == engine.local_target.kv_capacity
 
 
+@pytest.mark.one_of(1, slow=2)  # leaves each sampling and each chunk
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("chunk", [256, 7])
 def test_a_tree_has_the_scores_of_one_at_a_time(
@@ -173,6 +169,7 @@ def test_the_prompts_entries_stay_for_the_next_one(demo: Engine, prompt: list[in
 
 
 def test_what_is_wrong_is_named(demo: Engine, prompt: list[int]) -> None:
+    engine = demo.sibling()
     size, context = demo.target.vocab_size, demo.target.context_length
     one = SamplingParams(max_tokens=1)
     for request, field, allowed in (
@@ -194,14 +191,14 @@ def test_what_is_wrong_is_named(demo: Engine, prompt: list[int]) -> None:
             "prompt_ids": prompt, "params": one, "continuations": [[1]], **request
         }  # fmt: skip
         with pytest.raises(InvalidArgument) as caught:
-            demo.submit(Request(**given))
+            engine.submit(Request(**given))
         assert caught.value.field == field
         assert allowed in str(caught.value)
 
 
-def test_a_tree_that_never_fits_is_refused(prompt: list[int]) -> None:
+def test_a_tree_that_never_fits_is_refused(demo: Engine, prompt: list[int]) -> None:
     small = load_engine(kv_tokens=64, limits=EngineLimits(max_sessions=4))
-    one, alone = SamplingParams(max_tokens=1), load_engine()
+    one, alone = SamplingParams(max_tokens=1), demo.sibling()
     room = 64 - len(prompt) - 2  # one token for what is generated, and one beside
     fitting = [[1] * (room - 3), [2, 3, 4]]
     check(small, read(small, Request(prompt, one, continuations=fitting)), alone)
@@ -257,9 +254,9 @@ def test_what_hardly_shares_is_read_apart() -> None:
         ("gpt2", "recompute"),
     ],
 )
-def test_the_general_path(tmp_path: Path, kind: str, strategy: Any) -> None:
+def test_the_general_path(zoo: Path, kind: str, strategy: Any) -> None:
     """There a token's logits depend on what is computed beside it, by rounding."""
-    runner = TransformersRunner(make_model(kind, tmp_path), device="cpu", strategy=strategy)
+    runner = TransformersRunner(make_model(kind, zoo), device="cpu", strategy=strategy)
     engine = Engine(ModelTarget(runner), limits=EngineLimits(prefill_chunk=7))
     prompt = [5, 6, 7, 8, 9, 10]
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)

@@ -52,6 +52,7 @@ class FromHereOn(Drafter):
         return Draft.chain(right if done >= WRONG else [(t + 1) % 4096 for t in right])
 
 
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("row", ["draft_model", "copyspec_draft_model"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_drafting_resumes_soon_after_the_drafter_is_right_again(

@@ -232,7 +232,7 @@ runner.native_ops.threads = Threads(((1, 2),))
 
 def measure():
     sequence, best = runner.new_sequence(), 1.0
-    for _ in range(200):
+    for _ in range(80):
         started = time.perf_counter()
         runner.forward([Segment(sequence, np.arange(8))])
         best = min(best, time.perf_counter() - started)

@@ -11,7 +11,6 @@ from paceline.admission import PrefillPace
 from paceline.config import SpeculationConfig
 from paceline.engine import Engine, RoundEvent
 from paceline.errors import InvalidArgument
-from paceline.loading import load_engine
 from paceline.models.base import Segment
 from paceline.request import Request
 from paceline.sampling import (
@@ -26,11 +25,6 @@ from paceline.session import Session
 PROMPT = "Question: Tom has 3 bags with 4 apples each. How many apples has he?\nAnswer:"
 SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 1.0, "seed": 4}}
 METHODS = ("ar", "draft_model", "draft_model_tree", "prompt_lookup", "token_recycling", "eagle")
-
-
-@pytest.fixture(scope="module")
-def demo() -> Engine:
-    return load_engine()
 
 
 @pytest.fixture(scope="module")

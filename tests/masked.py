@@ -72,7 +72,13 @@ def filling_folder(vocab_size: int) -> Path:
     return folder
 
 
+@cache
+def _filling_model(vocab_size: int) -> FillingModel:
+    """It keeps nothing of what it reads, so all drafters may have the same."""
+    return FillingModel(filling_folder(vocab_size))
+
+
 def masked_drafters(vocab_size: int) -> dict[str, Drafter]:
     """A random model for each drafter that fills masks."""
-    filling = NonAutoregressive(FillingModel(filling_folder(vocab_size)), vocab_size)
+    filling = NonAutoregressive(_filling_model(vocab_size), vocab_size)
     return {"diffuspec": masked_drafter(vocab_size), "non_autoregressive": filling}

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,24 @@ def in_pieces(count: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + step, count))
 
 
+SMALL = 2**25
+"""Bytes of a file that may stay mapped while a model is loaded."""
+_KEPT: ContextVar[dict[Path, Any] | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def small_files_open() -> Iterator[None]:
+    """Within it, a small file is mapped once: opening it again for each tensor takes longer.
+
+    The tensors read within it are not to be written to.
+    """
+    token = _KEPT.set({})
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in a safetensors file, read on demand."""
@@ -132,7 +152,8 @@ class StoredTensor:
     def read(self, rows: slice | tuple[slice, ...] = slice(None)) -> torch.Tensor:
         """Some of its rows, mapped: a caller that keeps them should copy them.
 
-        Each call maps the file anew, so that its pages leave memory together with the rows.
+        Each call maps the file anew, so that its pages leave memory together with the rows; but
+        see :func:`small_files_open`.
 
         Raises:
             ModelNotFound: the file has been damaged since its header was read.
@@ -140,14 +161,22 @@ class StoredTensor:
         from safetensors import SafetensorError, safe_open
 
         try:
+            kept = _KEPT.get()
+            if kept is not None and self.file.stat().st_size <= SMALL:
+                if self.file not in kept:
+                    kept[self.file] = safe_open(str(self.file), "pt")
+                return self._found(kept[self.file], rows)
             with safe_open(str(self.file), "pt") as opened:
-                found: torch.Tensor = (
-                    opened.get_tensor(self.name) if rows == slice(None)
-                    else opened.get_slice(self.name)[rows]
-                )  # fmt: skip
-                return found
+                return self._found(opened, rows)
         except (SafetensorError, OSError) as error:
             raise ModelNotFound(f"{self.file} is damaged: {error}") from error
+
+    def _found(self, opened: Any, rows: slice | tuple[slice, ...]) -> torch.Tensor:
+        found: torch.Tensor = (
+            opened.get_tensor(self.name) if rows == slice(None)
+            else opened.get_slice(self.name)[rows]
+        )  # fmt: skip
+        return found
 
 
 def stored_tensors(folder: Path, codes: Collection[str] = ()) -> dict[str, StoredTensor]:

@@ -15,7 +15,7 @@ from paceline.errors import InvalidArgument
 from paceline.memory import check_fits
 from paceline.models.differences import Routing
 from paceline.models.int4 import int4_format
-from paceline.models.layouts import in_pieces, read_config
+from paceline.models.layouts import in_pieces, read_config, small_files_open
 from paceline.models.llama_config import LlamaConfig
 from paceline.models.llama_tensors import (
     FloatTensor,
@@ -139,9 +139,10 @@ def load_llama_weights(
     with PackedWeights.of(key, num_weights) as store:
         tensors = stored_weights(folder, config)
         loader = _Loader(config, ops, dtype, device, blocks, tensors, store)
-        if device.type == "cpu":
-            check_fits(loader.least_bytes(), folder)
-        return loader.load()
+        with small_files_open():
+            if device.type == "cpu":
+                check_fits(loader.least_bytes(), folder)
+            return loader.load()
 
 
 class _Loader:

@@ -134,12 +134,13 @@ class Reference:
     """What AR generates, computed once for each prompt and parameters, each alone."""
 
     def __init__(self, folder: Path) -> None:
-        self._small = small_engine(folder)
+        runner = LlamaRunner(folder, kv_tokens=4000)
+        self._engine = Engine(ModelTarget(runner), tokenizer=load_tokenizer(folder))
         self._known: dict[str, list[int]] = {}
 
     def __call__(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
         key = repr((list(prompt), params))
         if key not in self._known:
             ar = SpeculationConfig(method="ar")
-            self._known[key] = self._small.engine.generate([prompt], params, ar)[0].output_ids
+            self._known[key] = self._engine.generate([prompt], params, ar)[0].output_ids
         return self._known[key]

@@ -254,7 +254,7 @@ def test_sequences_that_agree_are_verified_together() -> None:
 def typical_lengths(**knobs: float) -> list[int]:
     rng = np.random.default_rng(3)
     rule, lengths = Typical(**knobs), []
-    for _ in range(40):
+    for _ in range(20):
         p = Language.random(rng, 3, 4)
         lengths.append(len(verdict(rule, p, random_tree(rng, 3)).path))
     return lengths
@@ -325,7 +325,7 @@ def test_tolerance_accepts_more_with_larger_knobs(knob: str, params: SamplingPar
     )
     rng = np.random.default_rng(8)
     lengths = []
-    for _ in range(60):
+    for _ in range(30):
         p, draft = Language.random(rng, 4, 4), random_tree(rng, 4)
         lengths.append([len(verdict(rule, p, draft, params).path) for rule in rules])
     assert (np.diff(lengths, axis=1) >= 0).all()

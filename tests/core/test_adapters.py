@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from tests.models import make_peft
 from tests.modelzoo import make_model
 
 IDS = np.random.default_rng(0).integers(0, 256, 60)
-GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=1.0, seed=5)
 NAMES = ("", "all", "attention", "queries")
 
@@ -77,21 +78,36 @@ Load = Callable[..., LlamaRunner]
 # --- numbers --------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def merged(
+    zoo: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Path, Path, torch.Tensor, torch.Tensor]]:
+    """A model, an adapter of it, and the logits of the merged model and of the model alone."""
+
+    @cache
+    def get(kind: str) -> tuple[Path, Path, torch.Tensor, torch.Tensor]:
+        base, root = make_model(kind, zoo), tmp_path_factory.mktemp(kind)
+        fused = kind == "phi3"
+        targets = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if fused else ATTENTION
+        chosen = {"targets": targets} if fused or kind == "llama4" else {}
+        adapter = make_adapter(root / "a", base, strength=0.5, **chosen)
+        whole = merge(base, adapter, root / "merged")
+        return base, adapter, of_transformers(whole), of_transformers(base)
+
+    return get
+
+
 @pytest.mark.parametrize("load", [LlamaRunner, load_runner_without_kernels], ids=["c", "torch"])
 @pytest.mark.parametrize("kind", ["llama_gqa", "llama_bias", "qwen3", "phi3", "gemma2", "llama4"])
 def test_logits_are_those_of_the_merged_model(
-    kind: str, load: Load, zoo: Path, tmp_path: Path
-) -> None:
-    base = make_model(kind, zoo)
-    fused = kind == "phi3"
-    targets = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if fused else ATTENTION
-    chosen = {"targets": targets} if fused or kind == "llama4" else {}
-    adapter = make_adapter(tmp_path / "a", base, strength=0.5, **chosen)
+    kind: str, load: Load,
+    merged: Callable[[str], tuple[Path, Path, torch.Tensor, torch.Tensor]],
+) -> None:  # fmt: skip
+    base, adapter, expected, plain = merged(kind)
     runner = load(base, adapters={"a": adapter})
-    expected = of_transformers(merge(base, adapter, tmp_path / "merged"))
-    assert float((expected - of_transformers(base)).abs().max()) > 1.0  # it changes something
+    assert float((expected - plain).abs().max()) > 1.0  # it changes something
     assert_close(logits(runner, "a"), expected)
-    assert_close(logits(runner), of_transformers(base))
+    assert_close(logits(runner), plain)
 
 
 @pytest.mark.parametrize("load", [LlamaRunner, load_runner_without_kernels], ids=["c", "torch"])

@@ -134,7 +134,7 @@ def suite_of(zoo: Path) -> Callable[[str], Suite]:
     return suite
 
 
-@pytest.mark.one_of(29, slow=3)
+@pytest.mark.one_of(29, slow=5)
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(("method", "variant"), CASES)
 @pytest.mark.parametrize("kind", DIFFERENT_KINDS)

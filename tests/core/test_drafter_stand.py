@@ -222,6 +222,7 @@ class TopOnly(Stand):
         return SparseRows(rows.token_ids[:, :1], rows.logits[:, :1])
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("temperature", [0.6, 0.8, 1.0])
 def test_drawing_is_accepted_at_least_as_often_as_the_best_guess(temperature: float) -> None:
     """Chains from one table, verified by a target that resembles it."""

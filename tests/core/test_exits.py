@@ -38,7 +38,7 @@ from tests.core.runners import load_runner, load_runner_without_kernels
 from tests.modelzoo import make_model
 
 NUM_LAYERS = 4
-GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, seed=11)
 PROMPTS = [list(b"def f(x): return x"), [65] * 20, list(b"0123456789")]
 LOADERS = {"native": load_runner, "torch": load_runner_without_kernels}
@@ -545,11 +545,18 @@ def test_knobs_that_belong_to_other_methods(
     assert words in str(caught.value)
 
 
+@pytest.fixture(scope="module")
+def general(zoo: Path) -> TransformersRunner:
+    return TransformersRunner(make_model("gptj", zoo), kv_tokens=500)
+
+
 @pytest.mark.parametrize(
     "name", [name for name, row in METHODS.items() if Need.SHARED_MODEL in row.needs]
 )
-def test_attention_of_its_own_refuses_methods_that_share_layers(name: str, zoo: Path) -> None:
-    engine = Engine(ModelTarget(TransformersRunner(make_model("gptj", zoo), kv_tokens=500)))
+def test_attention_of_its_own_refuses_methods_that_share_layers(
+    name: str, general: TransformersRunner
+) -> None:
+    engine = Engine(ModelTarget(general))
     config = SpeculationConfig(method=name, allow_lossy=not METHODS[name].lossless)
     with pytest.raises(InvalidArgument) as caught:
         engine.submit(Request(PROMPTS[0], GREEDY, config))

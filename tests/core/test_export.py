@@ -105,7 +105,7 @@ def test_an_exported_head_changes_no_token(name: str, tmp_path: Path) -> None:
     heads = HeadLibrary(tmp_path / "out", folder, runner)
     engine = Engine(ModelTarget(runner), heads=heads, eos_token_ids=())
     for temperature in (0.0, 0.9):
-        params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=temperature, seed=3)
+        params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=temperature, seed=3)
         drafted, plain = (
             engine.generate([[5, 9, 33, 7], [8] * 12], params, SpeculationConfig(**chosen))
             for chosen in ({"method": head.kind, "length": "fixed"}, {"method": "ar"})

@@ -136,6 +136,16 @@ def engine() -> Iterator[DiffusionEngine]:
     made.stop()
 
 
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[DiffusionEngine]:
+    """For requests that are refused: of those nothing is left, so one engine is enough for all."""
+    made = engine_of()
+    yield made
+    assert not made.sessions, "sessions leaked"
+    assert made.target.num_free == made.target.kv_capacity
+    made.stop()
+
+
 class Running:
     """A session of an engine on this event loop, and its events.
 
@@ -384,11 +394,12 @@ async def test_places_and_the_queue_are_limited() -> None:
     ],
 )
 async def test_parameters_that_the_loop_does_not_read_are_refused(
-    engine: DiffusionEngine, changes: dict[str, Any], message: str
+    refusing: DiffusionEngine, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        Running(engine, asking(CODE, SamplingParams(max_tokens=4, **changes)))
+        Running(refusing, asking(CODE, SamplingParams(max_tokens=4, **changes)))
     assert message in str(caught.value)
+    assert not refusing.sessions
 
 
 @pytest.mark.parametrize(
@@ -406,12 +417,13 @@ async def test_parameters_that_the_loop_does_not_read_are_refused(
     ],
 )
 async def test_requests_that_the_loop_cannot_run_are_refused(
-    engine: DiffusionEngine, changes: dict[str, Any], field: str
+    refusing: DiffusionEngine, changes: dict[str, Any], field: str
 ) -> None:
     params = SamplingParams(max_tokens=1 if "continuations" in changes else 4)
     with pytest.raises(InvalidArgument) as caught:
-        Running(engine, replace(asking(CODE, params), **changes))
+        Running(refusing, replace(asking(CODE, params), **changes))
     assert caught.value.field == field
+    assert not refusing.sessions
 
 
 @pytest.mark.parametrize(
@@ -451,11 +463,12 @@ async def test_requests_that_the_loop_cannot_run_are_refused(
     ],
 )
 async def test_wrong_schedules_name_the_field_the_value_and_what_is_allowed(
-    engine: DiffusionEngine, given: dict[str, Any], message: str
+    refusing: DiffusionEngine, given: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        Running(engine, asking(CODE, SamplingParams(max_tokens=4), SpeculationConfig(**given)))
+        Running(refusing, asking(CODE, SamplingParams(max_tokens=4), SpeculationConfig(**given)))
     assert message in str(caught.value)
+    assert not refusing.sessions
     with pytest.raises(InvalidArgument) as caught:
         parse_config({**ARGS, "speculation": given})
     assert f"speculation.{message}" in str(caught.value)
@@ -685,17 +698,24 @@ async def test_a_text_survives_its_target(engine: DiffusionEngine) -> None:
 # --- OpenAI's API ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def sdk() -> Iterator[openai.OpenAI]:
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[DiffusionEngine, openai.OpenAI]]:
     made = engine_of()
     serving = cast(EngineThread, made)
     with (
         http_serving(serving, MODEL) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
-        yield client
-        assert eventually(lambda: not made.sessions), "sessions leaked"
+        yield made, client
     made.stop()
+
+
+@pytest.fixture
+def sdk(served: tuple[DiffusionEngine, openai.OpenAI]) -> Iterator[openai.OpenAI]:
+    engine, client = served
+    yield client
+    assert eventually(lambda: not engine.sessions), "sessions leaked"
+    assert engine.target.num_free == engine.target.kv_capacity
 
 
 def test_completions_and_their_streams(sdk: openai.OpenAI) -> None:

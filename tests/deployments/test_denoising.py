@@ -300,6 +300,8 @@ async def test_a_text_ends_at_its_end_a_token_a_string_or_the_limit(
     ended = await Running(trained, asking(COPY, params())).end()
     assert (ended.text, ended.finish_reason, ended.stop_cause) == (" g p e", "stop", None)
     assert ended.output_ids[-1] in model().end_ids
+    _, _, denoiser = library(COPY, params(), path=DIFFUSION_DIR)
+    assert ended.stats.num_target_forwards == denoiser.counts.forwards  # none behind the end
     trained.stop()
 
     whole, text, _ = library(DEF, params(ignore_eos=True))
@@ -314,8 +316,9 @@ async def test_a_text_ends_at_its_end_a_token_a_string_or_the_limit(
 
     token = whole[10]
     named = await Running(engine, asking(DEF, params(stop_token_ids=(token,)))).end()
-    until, _, _ = library(DEF, params(stop_token_ids=(token,)))
+    until, _, denoiser = library(DEF, params(stop_token_ids=(token,)))
     assert named.output_ids == [*until, token]
+    assert named.stats.num_target_forwards == denoiser.counts.forwards
     assert (named.finish_reason, named.stop_cause) == ("stop", token)
 
 

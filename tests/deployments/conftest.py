@@ -169,6 +169,14 @@ def engine() -> Engine:
 
 
 @pytest.fixture(scope="session")
+def demo() -> Engine:
+    """The demo pair for servers in this process: each takes a sibling, which has learnt nothing."""
+    from paceline.loading import load_engine
+
+    return load_engine()
+
+
+@pytest.fixture(scope="session")
 def ar(engine: Engine) -> Callable[[Sequence[str], SamplingParams], list[tuple[int, ...]]]:
     """Plain AR decoding in this process; token ids for each prompt."""
 

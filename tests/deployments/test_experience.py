@@ -11,18 +11,24 @@ import pytest
 
 from paceline.config import SpeculationConfig
 from paceline.deployments.experience import ExperienceFile, kept_experience
-from paceline.engine import EngineThread
+from paceline.engine import Engine, EngineThread
 from paceline.lengths.experience import experience_of
-from paceline.loading import load_engine
 from paceline.request import Request
 from paceline.sampling import SamplingParams
 
 FINGERPRINT = "a target"
 
 
+def fresh(demo: Engine) -> Engine:
+    """An engine over the same models that has learnt nothing."""
+    engine = demo.sibling()
+    assert experience_of(engine.length_context).document()["rates"] == []
+    return engine
+
+
 @pytest.fixture
-def replicas() -> Iterator[list[EngineThread]]:
-    threads = [EngineThread(load_engine()).start() for _ in range(2)]
+def replicas(demo: Engine) -> Iterator[list[EngineThread]]:
+    threads = [EngineThread(fresh(demo)).start() for _ in range(2)]
     yield threads
     for thread in threads:
         thread.stop()
@@ -112,10 +118,12 @@ def test_the_last_exchange_comes_when_it_is_stopped(
     assert json.loads(file.path.read_text())["rates"]
 
 
-def test_an_engine_without_a_server_goes_on_where_the_last_one_ended(own_cache: Path) -> None:
+def test_an_engine_without_a_server_goes_on_where_the_last_one_ended(
+    own_cache: Path, demo: Engine
+) -> None:
     learnt = []
     for _ in range(2):
-        engine = load_engine()
+        engine = fresh(demo)
         with kept_experience(engine, SpeculationConfig(method="auto")):
             learnt.append(experience_of(engine.length_context).document()["rates"])
             engine.generate([(1, 2, 3, 1, 2)], SamplingParams(max_tokens=64),

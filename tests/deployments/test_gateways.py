@@ -42,6 +42,7 @@ from paceline.types import Draft
 from tests.deployments.http_serving import DirectLeases
 from tests.modelzoo import make_model
 from tests.rpc.round_robin import RoundRobin
+from tests.rpc.test_device import ar as device_ar
 
 PROMPT = list(b"import os\nimport ")
 KEYS = [b"k" * 32]
@@ -71,10 +72,8 @@ def engines(runners: list[ModelRunner], folder: Path) -> Iterator[list[EngineThr
 
 
 def ar(runner: ModelRunner, params: SamplingParams) -> list[int]:
-    """What plain AR decoding adds to the prompt."""
-    engine = Engine(ModelTarget(runner))
-    (session,) = engine.generate([PROMPT], params, SpeculationConfig(method="ar"))
-    return session.output_ids
+    """What plain AR decoding adds to the prompt; computed once."""
+    return device_ar(runner, params, PROMPT)
 
 
 class LocalLink:

@@ -48,9 +48,9 @@ IDS = {"return_token_ids": True, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def target() -> Iterator[EngineThread]:
+def target(demo: Engine) -> Iterator[EngineThread]:
     """The demo pair, drafter and target in this process."""
-    thread = EngineThread(load_engine()).start()
+    thread = EngineThread(demo.sibling()).start()
     yield thread
     thread.stop()
 

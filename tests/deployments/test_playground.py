@@ -16,8 +16,7 @@ import yaml
 
 from paceline.config import SpeculationConfig
 from paceline.deployments import playground
-from paceline.engine import EngineThread
-from paceline.loading import load_engine
+from paceline.engine import Engine, EngineThread
 from paceline.rpc.access import Gate
 from paceline.rpc.generate_service import ModelInfo
 from paceline.rpc.tenants import Tenants
@@ -30,8 +29,8 @@ KEY = "alice-" * 4
 
 
 @pytest.fixture(scope="module")
-def target() -> Iterator[EngineThread]:
-    thread = EngineThread(load_engine()).start()
+def target(demo: Engine) -> Iterator[EngineThread]:
+    thread = EngineThread(demo.sibling()).start()
     yield thread
     thread.stop()
 

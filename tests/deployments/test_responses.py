@@ -10,8 +10,7 @@ import pytest
 
 from paceline.config import SpeculationConfig
 from paceline.deployments.openai.responses import Items
-from paceline.engine import EngineThread
-from paceline.loading import load_engine
+from paceline.engine import Engine, EngineThread
 from paceline.rpc.generate_service import ModelInfo
 from tests.deployments.conftest import eventually
 from tests.deployments.http_serving import http_serving
@@ -22,8 +21,8 @@ ASKED = "Write a stack."
 
 
 @pytest.fixture(scope="module")
-def target() -> Iterator[EngineThread]:
-    thread = EngineThread(load_engine()).start()
+def target(demo: Engine) -> Iterator[EngineThread]:
+    thread = EngineThread(demo.sibling()).start()
     yield thread
     thread.stop()
 

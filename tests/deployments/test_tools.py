@@ -26,7 +26,7 @@ from paceline.deployments.openai.tools import (
     format_of,
     prompt_messages,
 )
-from paceline.engine import EngineThread
+from paceline.engine import Engine, EngineThread
 from paceline.errors import InvalidArgument
 from paceline.loading import load_engine
 from paceline.model_names import resolve_model
@@ -94,8 +94,8 @@ ASKED: Any = [{"role": "user", "content": "What is the weather in Rome, and the 
 
 
 @pytest.fixture(scope="module")
-def target() -> Iterator[EngineThread]:
-    thread = EngineThread(load_engine()).start()
+def target(demo: Engine) -> Iterator[EngineThread]:
+    thread = EngineThread(demo.sibling()).start()
     yield thread
     thread.stop()
 

@@ -14,7 +14,7 @@ import yaml
 from paceline.config import SpeculationConfig
 from paceline.deployments.openai.answers import CompletionAnswer
 from paceline.deployments.openai.schema import CompletionRequest
-from paceline.engine import EngineThread
+from paceline.engine import Engine, EngineThread
 from paceline.loading import load_engine
 from paceline.rpc.access import Gate
 from paceline.rpc.gen.paceline.v1 import generate_pb2
@@ -35,8 +35,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def target() -> Iterator[EngineThread]:
-    thread = EngineThread(load_engine()).start()
+def target(demo: Engine) -> Iterator[EngineThread]:
+    thread = EngineThread(demo.sibling()).start()
     yield thread
     thread.stop()
 

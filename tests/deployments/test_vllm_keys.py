@@ -22,7 +22,6 @@ from paceline.deployments.openai.responses_schema import ResponsesRequest
 from paceline.deployments.openai.schema import ChatRequest, CompletionRequest
 from paceline.deployments.scrape import gathered
 from paceline.engine import Engine, EngineThread
-from paceline.loading import load_engine
 from paceline.rpc import access
 from paceline.rpc.access import MAX_MESSAGE_BYTES, Gate, Limits
 from paceline.rpc.generate_service import ModelInfo
@@ -38,8 +37,8 @@ GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def target() -> Iterator[EngineThread]:
-    thread = EngineThread(load_engine()).start()
+def target(demo: Engine) -> Iterator[EngineThread]:
+    thread = EngineThread(demo.sibling()).start()
     yield thread
     thread.stop()
 

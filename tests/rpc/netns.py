@@ -28,10 +28,6 @@ class Namespaces:
         self.server, self.client = f"paceline-s-{tag}", f"paceline-c-{tag}"
         self._veth = f"pls{tag}", f"plc{tag}"
 
-    def command(self, namespace: str, *words: str) -> list[str]:
-        """A command line that runs ``words`` in a namespace."""
-        return ["ip", "netns", "exec", namespace, *words]
-
     def set_link(self, *, up: bool) -> None:
         """Pull the server's plug, or put it in again."""
         _ip("-n", self.server, "link", "set", self._veth[0], "up" if up else "down")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from paceline.rpc.server import RpcServer, start_server
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.rpc.forking import Forked
 
 
 @contextmanager
@@ -50,34 +47,25 @@ class ReplicaProcess:
     """A replica in another process, which prints its address (``drafter_process.py``, ...).
 
     Args:
-        within: words that come before its command line, as ``ip netns exec NAME``.
+        namespace: the network namespace in which it runs; default: this process's.
     """
 
-    def __init__(self, module: str, *arguments: str, within: Sequence[str] = ()) -> None:
-        self._process = subprocess.Popen(
-            [*within, sys.executable, "-m", module, *arguments],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
+    def __init__(self, module: str, *arguments: str, namespace: str | None = None) -> None:
+        self._process = Forked(module, arguments, namespace)
         self.address = self._process.stdout.readline().strip()
         assert self.address, f"{module} did not start"
         self.pid = self._process.pid
 
     def signal(self, number: int) -> None:
-        self._process.send_signal(number)
+        self._process.signal(number)
 
     @property
     def has_ended(self) -> bool:
-        return self._process.poll() is not None
+        return self._process.has_ended()
 
     def kill(self) -> None:
         """End it the hard way; safe to call twice."""
         self._process.kill()
-        self._process.wait(10)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
 
     def __enter__(self) -> Self:
         return self

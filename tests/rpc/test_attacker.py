@@ -27,7 +27,8 @@ from paceline.demo import TARGET_DIR
 from paceline.rpc.client import Client
 from paceline.sampling import SamplingParams
 from paceline.types import Draft
-from tests.rpc.serving import ROOT, ReplicaProcess
+from tests.rpc.forking import ROOT
+from tests.rpc.serving import ReplicaProcess
 
 ALICE = "alice-token-of-many-characters"
 MALLORY = "{kind}-token-of-many-characters"  # for each kind of attack a tenant: refusals queue

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 
@@ -30,17 +31,23 @@ PROMPTS = (
 )
 
 
+@cache
+def loaded() -> Engine:
+    """The demo pair."""
+    return load_engine()
+
+
 @contextmanager
 def engine_and_drafter(*arguments: str) -> Iterator[tuple[Engine, DrafterPool, DrafterProcess]]:
     with DrafterProcess("--demo", "--vocab-size", "4096", *arguments) as process:
-        loaded = load_engine()
-        with DrafterPool([process.address], vocab_size=loaded.target.vocab_size) as pool:
+        target = loaded().target
+        with DrafterPool([process.address], vocab_size=target.vocab_size) as pool:
             assert pool.wait_ready(20)
-            yield Engine(loaded.target, {"draft_model": pool}), pool, process
+            yield Engine(target, {"draft_model": pool}), pool, process
 
 
 def submitted(engine: Engine, params: SamplingParams, config: SpeculationConfig) -> list[Session]:
-    tokenizer = load_engine().tokenizer
+    tokenizer = loaded().tokenizer
     assert tokenizer is not None
     return [engine.submit(Request(tokenizer.encode(p), params, config)) for p in PROMPTS]
 

@@ -28,7 +28,7 @@ from paceline.rpc.gen.paceline.v1 import (
 from paceline.rpc.messages import MAX_MESSAGE_BYTES
 from paceline.rpc.server import RpcServer
 from paceline.sampling import SamplingParams
-from tests.rpc.serving import ROOT
+from tests.rpc.forking import ROOT
 
 MANY = 200_000  # as a message they are below the bound of a message
 PARAMS = SamplingParams(max_tokens=60, ignore_eos=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +16,9 @@ from paceline.models.base import ModelRunner
 from paceline.rpc.client import Client
 from paceline.sampling import SamplingParams
 from tests.modelzoo import make_model
+from tests.rpc.forking import Forked
 from tests.rpc.netns import SERVER, CannotMakeNamespaces, Namespaces
-from tests.rpc.serving import ROOT, ReplicaProcess
+from tests.rpc.serving import ReplicaProcess
 from tests.rpc.test_device import PROMPT, ar
 
 
@@ -48,7 +47,7 @@ def target(namespaces: Namespaces, certs: Path, model_folder: Path) -> Iterator[
     with ReplicaProcess(
         "tests.rpc.target_process", "--model", str(model_folder), "--host", SERVER,
         "--cert", str(certs / "server.crt"), "--key", str(certs / "server.key"),
-        within=namespaces.command(namespaces.server),
+        namespace=namespaces.server,
     ) as running:  # fmt: skip
         yield running
 
@@ -58,7 +57,7 @@ def proxy(namespaces: Namespaces, target: ReplicaProcess) -> Iterator[ReplicaPro
     """The link's delay, on the client's machine: the veth pair itself has none."""
     with ReplicaProcess(
         "benchmarks.netem", target.address, "--rtt", "0.03",
-        within=namespaces.command(namespaces.client),
+        namespace=namespaces.client,
     ) as running:  # fmt: skip
         yield running
 
@@ -86,27 +85,24 @@ def test_tokens_equal_ar(
 ) -> None:  # fmt: skip
     count = 400 if down else 60  # far from done when the link goes down
     params = SamplingParams(max_tokens=count, temperature=temperature, seed=5, ignore_eos=True)
-    command = [
-        sys.executable, "-m", "tests.rpc.device_process", "--server", proxy.address,
+    arguments = [
+        "--server", proxy.address,
         "--ca", str(certs / "ca.crt"), "--drafter", str(drafter_folder),
         "--prompt", bytes(PROMPT).decode(), "--max-tokens", str(count),
         "--temperature", str(temperature),
     ]  # fmt: skip
-    device = subprocess.Popen(
-        namespaces.command(namespaces.client, *command), cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    device = Forked("tests.rpc.device_process", arguments, namespaces.client)
     try:
-        assert device.stdout is not None
         for _ in range(3):
             assert device.stdout.readline().strip().isdigit(), "the device did not start"
         if down:
             namespaces.set_link(up=False)
             time.sleep(1.5)
             namespaces.set_link(up=True)
-        output, _ = device.communicate(timeout=60)
+        assert device.has_ended(60)
+        output = device.stdout.read()
     finally:
         device.kill()
-        device.wait(10)
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
     assert result["token_ids"] == ar(runner, params)
     assert result["travel_seconds"] >= 0.03

@@ -92,18 +92,19 @@ def test_a_head_on_a_device(method: str, temperature: float, server: RpcServer) 
     The first round brings the prompt's states and has no draft: so at most one round more, and the
     rounds after it accept as much.
     """
-    beside = beside_the_target(method, params_of(temperature))
+    params = params_of(temperature, 20)
+    beside = beside_the_target(method, params)
     with device(method, server.address, states="float32") as client:
-        for i in range(len(prompts())):
-            result = generate(client, i, temperature)
-            assert result.token_ids == ar(temperature)[i]
+        for i, prompt in enumerate(prompts()):
+            result = client.complete(prompt, params)
+            assert result.token_ids == ar(temperature, 20)[i]
             stats = result.statistics
             assert stats.num_accepted > 0
             assert 0 <= stats.num_rounds - beside[i].stats.num_rounds <= 2
             assert not stats.drafter_failures
         layout = head_of(method).states
     assert layout is not None
-    num_rows = sum(len(ids) + params_of().max_tokens for ids in prompts())
+    num_rows = sum(len(ids) + params.max_tokens for ids in prompts())
     most = num_rows * (4 * layout.num_values + 80)  # with what else is in a message
     assert 0.5 * most < client.target.counters.states_bytes < most  # each row once
     assert client.target.counters.num_failures == 0

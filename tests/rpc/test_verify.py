@@ -26,7 +26,8 @@ from paceline.rpc.verify_service import trim
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.types import EMPTY_DRAFT, Draft
-from tests.rpc.serving import ROOT, eventually, serving
+from tests.rpc.forking import ROOT
+from tests.rpc.serving import eventually, serving
 
 PROMPT = list(b"import os\nimport ")
 

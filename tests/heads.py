@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import shutil
 import tempfile
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +89,26 @@ class UntrainedHeads(HeadLibrary):
     def __init__(self, target: Path, runner: LlamaRunner) -> None:
         super().__init__(target / "heads", target, runner)
         self._made: dict[str, Head] = {}
-        self._parts = HeadTarget.of_runner(target, runner)
+        self._of = target, runner
+
+    @cached_property
+    def _parts(self) -> HeadTarget:
+        """What heads read of the target; most methods need none."""
+        return HeadTarget.of_runner(*self._of)
 
     def has(self, kind: str) -> bool:
         return kind in HEADS
 
     def load(self, kind: str) -> Head:
         if kind not in self._made:
-            head = untrained(kind, self._parts).to(self._parts.embedding.dtype)
-            head.requires_grad_(False).eval().prepare()
-            self._made[kind] = head
+            (self._made[kind],) = self.copies(kind, 1)
         return self._made[kind]
+
+    def copies(self, kind: str, count: int) -> list[Head]:
+        """As many of one head as there are places where it drafts; they share the target's part."""
+        parts = self._parts
+        head = untrained(kind, parts).to(parts.embedding.dtype).requires_grad_(False).eval()
+        made = [head, *(copy.deepcopy(head, {id(parts): parts}) for _ in range(count - 1))]
+        for each in made:
+            each.prepare()
+        return made

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -84,6 +84,7 @@ def copies(name: str) -> bool:
     return not method.needs and "draft_model" not in (method.drafter, *method.uses)
 
 
+@cache
 def drafts_on_a_device(name: str) -> bool:
     """Whether a method can draft away from its target; the others are refused by name."""
     try:
@@ -423,11 +424,8 @@ class Chat:
     def _drafters_of_devices(self, case: Case, count: int) -> list[dict[str, Drafter]]:
         method = METHODS[case.method]
         if method.head:  # each device has its own
-            heads = [
-                UntrainedHeads(self._folder_of(case.precision), self.target(case.precision))
-                for _ in range(count)
-            ]
-            return [{method.drafter: HeadDrafter(each.load(method.head))} for each in heads]
+            heads = self.heads(case.precision).copies(method.head, count)
+            return [{method.drafter: HeadDrafter(each)} for each in heads]
         if copies(case.method):
             return [{} for _ in range(count)]
         return [{"draft_model": each} for each in self.device_drafters(count)]

@@ -25,6 +25,7 @@ from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from paceline.types import STATES, Need
+from tests.models.conftest import Load
 from tests.models.test_transformers_batches import prefill, tokens
 from tests.modelzoo import make_model
 
@@ -81,10 +82,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.one_of(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exit_is_the_first_layers_with_the_models_own_norm_and_head(
-    kind: str, zoo: Path
+    kind: str, zoo: Path, load: Load
 ) -> None:
-    folder, ids = make_model(kind, zoo), tokens(40)
-    runner = TransformersRunner(folder, device="cpu")
+    folder, ids, runner = make_model(kind, zoo), tokens(40), load(kind)
     assert runner.why_no_exits == ""
     for exit_layer in range(1, runner.num_layers + 1):
         short = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
@@ -108,10 +108,10 @@ def test_an_exit_is_the_first_layers_with_the_models_own_norm_and_head(
 @pytest.mark.parametrize("stops", [(1, 2), (1,), (2,), (3,)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_goes_on_from_an_exit_is_what_never_left(
-    kind: str, stops: tuple[int, ...], zoo: Path
+    kind: str, stops: tuple[int, ...], load: Load
 ) -> None:
     """A tree that leaves at one exit after the other, beside a stranger, and a new row below it."""
-    runner = TransformersRunner(make_model(kind, zoo), device="cpu")
+    runner = load(kind)
     drafted, parents = tokens(6, seed=1), np.array([-1, 0, 0, 1, 1, 3], np.int32)
     plain, split, stranger = (prefill(runner, tokens(n)) for n in (30, 30, 12))
     expected = runner.forward([Segment(plain, drafted, parents)], STATES)
@@ -144,8 +144,8 @@ def test_what_goes_on_from_an_exit_is_what_never_left(
 
 @pytest.mark.one_of(5)
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_layer_computes_a_token_twice(kind: str, zoo: Path) -> None:
-    runner = TransformersRunner(make_model(kind, zoo), device="cpu")
+def test_no_layer_computes_a_token_twice(kind: str, load: Load) -> None:
+    runner = load(kind)
     sequence, drafted = prefill(runner, tokens(20)), tokens(4, seed=1)
     with computed(runner) as found:
         for i in range(3):
@@ -179,9 +179,9 @@ def generate(
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_of_its_own_layers_do_not_change_a_token(
-    kind: str, params: SamplingParams, zoo: Path
+    kind: str, params: SamplingParams, load: Load
 ) -> None:
-    runner = TransformersRunner(make_model(kind, zoo), device="cpu")
+    runner = load(kind)
     expected = [each.output_ids for each in generate(runner, PROMPTS, params, method="ar")]
     accepted = drafted = 0
     for speculation in DRAFTS.values():
@@ -193,8 +193,8 @@ def test_drafts_of_its_own_layers_do_not_change_a_token(
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_an_exit_after_the_last_layer_is_always_right(params: SamplingParams, zoo: Path) -> None:
-    runner = TransformersRunner(make_model("gemma", zoo), device="cpu")
+def test_an_exit_after_the_last_layer_is_always_right(params: SamplingParams, load: Load) -> None:
+    runner = load("gemma")
     whole = {"method": "layer_skip", "length": "fixed", "exit_layer": runner.num_layers}
     for session in generate(runner, PROMPTS, params, num_speculative_tokens=3, **whole):
         assert session.stats.num_rounds == GREEDY.max_tokens // 4
@@ -202,8 +202,8 @@ def test_an_exit_after_the_last_layer_is_always_right(params: SamplingParams, zo
         generate(runner, PROMPTS, params, method="layer_skip", exit_layer=runner.num_layers + 1)
 
 
-def test_a_lossy_policy_leaves_layers_out(zoo: Path) -> None:
-    runner = TransformersRunner(make_model("gpt2", zoo), device="cpu")
+def test_a_lossy_policy_leaves_layers_out(load: Load) -> None:
+    runner = load("gpt2")
     lossy = {"method": "unified_layer_skipping_lossy", "allow_lossy": True}
     expected = [each.output_ids for each in generate(runner, PROMPTS, GREEDY, method="ar")]
     with computed(runner) as found:
@@ -220,11 +220,11 @@ def test_a_lossy_policy_leaves_layers_out(zoo: Path) -> None:
 
 
 @pytest.mark.parametrize("first_layer", [0, 1, 2])
-def test_pseudo_tokens_are_those_of_the_fast_path(first_layer: int, zoo: Path) -> None:
+def test_pseudo_tokens_are_those_of_the_fast_path(first_layer: int, zoo: Path, load: Load) -> None:
     folder, drafted = make_model("llama_gqa", zoo), tokens(3, seed=1)
     parents = np.array([-1, 0, 0], np.int32)
     results = []
-    for runner in (LlamaRunner(folder), TransformersRunner(folder, device="cpu")):
+    for runner in (LlamaRunner(folder), load("llama_gqa")):
         sequence = runner.new_sequence()
         runner.forward([Segment(sequence, tokens(12), logits="none")])
         runner.commit(sequence, range(12))
@@ -245,8 +245,8 @@ def test_pseudo_tokens_are_those_of_the_fast_path(first_layer: int, zoo: Path) -
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma"])
-def test_a_forward_that_fails_leaves_the_exits_as_they_were(kind: str, zoo: Path) -> None:
-    runner = TransformersRunner(make_model(kind, zoo), device="cpu")
+def test_a_forward_that_fails_leaves_the_exits_as_they_were(kind: str, load: Load) -> None:
+    runner = load(kind)
     drafted = tokens(4, seed=1)
     sequence, plain = prefill(runner, tokens(9)), prefill(runner, tokens(9))
     runner.forward([Segment(sequence, drafted[:3], layers=range(1), resumable=True)])

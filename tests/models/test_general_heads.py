@@ -25,6 +25,7 @@ from paceline.train.heads import DraftHeadTask
 from paceline.train.trainer import Batch
 from paceline.types import Need
 from tests.heads import untrained
+from tests.models.conftest import Load
 from tests.modelzoo import KINDS, VOCAB_SIZE, make_model
 
 STATES = frozenset({Need.HIDDEN_STATES, Need.LAYER_STATES})
@@ -68,10 +69,9 @@ def assert_states(found: dict[Need, torch.Tensor], model: Any, text: list[int], 
 
 @pytest.mark.one_of(7)
 @pytest.mark.parametrize("kind", KINDS)
-def test_states_are_those_of_transformers(kind: str, zoo: Path) -> None:
+def test_states_are_those_of_transformers(kind: str, zoo: Path, load: Load) -> None:
     """Prompts of two sequences, trees behind them, and trees after a commit."""
-    folder = make_model(kind, zoo)
-    runner = TransformersRunner(folder, device="cpu")
+    folder, runner = make_model(kind, zoo), load(kind)
     assert runner.provides >= STATES
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     texts = np.random.default_rng(5).integers(0, VOCAB_SIZE, (2, 24)).tolist()
@@ -100,12 +100,14 @@ def test_states_are_those_of_transformers(kind: str, zoo: Path) -> None:
                 assert_states(result.extras_of(number), model, text, list(path))
             runner.commit(sequences[number], kept)
             prompts[number] = before + [draft[node] for node in kept]
+    for sequence in sequences:
+        runner.free(sequence)
 
 
 @pytest.mark.parametrize("kind", STRATEGIES.values(), ids=STRATEGIES)
-def test_logits_do_not_depend_on_whether_states_are_wanted(kind: str, zoo: Path) -> None:
+def test_logits_do_not_depend_on_whether_states_are_wanted(kind: str, load: Load) -> None:
     """A prompt whose last logits are wanted, beside a tree and a prompt without any."""
-    runner = TransformersRunner(make_model(kind, zoo), device="cpu")
+    runner = load(kind)
     if kind != "bloom":
         assert runner.strategy == {v: k for k, v in STRATEGIES.items()}[kind]
     ids = np.random.default_rng(6).integers(0, VOCAB_SIZE, (3, 20))
@@ -132,22 +134,27 @@ def test_logits_do_not_depend_on_whether_states_are_wanted(kind: str, zoo: Path)
         torch.testing.assert_close(logits, results[0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_prompt_that_a_head_reads_takes_no_logits(zoo: Path) -> None:
-    runner = TransformersRunner(make_model("gpt2", zoo), device="cpu")
+def test_a_prompt_that_a_head_reads_takes_no_logits(load: Load) -> None:
+    runner = load("gpt2")
     rows: list[int] = []
     layer = runner.model.get_output_embeddings()
-    layer.register_forward_hook(lambda _module, inputs, _output: rows.append(inputs[0].shape[1]))
+    hook = layer.register_forward_hook(
+        lambda _module, inputs, _output: rows.append(inputs[0].shape[1])
+    )
     sequence = runner.new_sequence()
     runner.forward([Segment(sequence, np.arange(30), logits="none")], STATES)
+    hook.remove()
+    runner.free(sequence)
     assert rows == [1]
 
 
 @pytest.mark.one_of(4, slow=2)
 @pytest.mark.parametrize("method", ["medusa", "hydra_pp", "eagle2", "eagle3", "dspark", "dflash"])
 @pytest.mark.parametrize("kind", ["gpt2", "gptj", "mamba2", "qwen3_next", "jamba"])
-def test_heads_change_no_token(kind: str, method: str, zoo: Path, tmp_path: Path) -> None:
-    folder = make_model(kind, zoo)
-    runner = TransformersRunner(folder, device="cpu")
+def test_heads_change_no_token(
+    kind: str, method: str, zoo: Path, load: Load, tmp_path: Path
+) -> None:
+    folder, runner = make_model(kind, zoo), load(kind)
     head = untrained(method.rstrip("2"), HeadTarget.of_runner(folder, runner), noise=0.2)
     head.save(tmp_path / head.kind)
     engine = Engine(ModelTarget(runner), heads=HeadLibrary(tmp_path, folder, runner))
@@ -165,10 +172,11 @@ def test_heads_change_no_token(kind: str, method: str, zoo: Path, tmp_path: Path
 
 @pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("kind", ["gpt2", "mamba2"])
-def test_a_head_learns_what_its_target_says(kind: str, zoo: Path, tmp_path: Path) -> None:
+def test_a_head_learns_what_its_target_says(
+    kind: str, zoo: Path, load: Load, tmp_path: Path
+) -> None:
     """Trained on eight texts that the target has written, it drafts most of them right."""
-    folder = make_model(kind, zoo)
-    runner = TransformersRunner(folder, device="cpu")
+    folder, runner = make_model(kind, zoo), load(kind)
     prompts = [[token, token + 1, token + 2] for token in range(3, 11)]
     params = SamplingParams(max_tokens=29, ignore_eos=True)
     ar = Engine(ModelTarget(runner)).generate(prompts, params, SpeculationConfig(method="ar"))
@@ -198,11 +206,11 @@ def test_a_head_learns_what_its_target_says(kind: str, zoo: Path, tmp_path: Path
 
 
 def test_a_model_whose_output_layer_is_not_understood_has_no_heads(
-    zoo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    zoo: Path, load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As one that scales its logits under a name that is not known."""
     folder = make_model("gpt2", zoo)
-    target = HeadTarget.of_runner(folder, TransformersRunner(folder, device="cpu"))
+    target = HeadTarget.of_runner(folder, load("gpt2"))
     untrained("medusa", target).save(tmp_path / "medusa")
     whole = OutputLayer.logits
     monkeypatch.setattr(OutputLayer, "logits", lambda self, hidden: 1.5 * whole(self, hidden))
@@ -215,12 +223,11 @@ def test_a_model_whose_output_layer_is_not_understood_has_no_heads(
         engine.generate([[1, 2]], SamplingParams(max_tokens=2), SpeculationConfig(method="medusa"))
 
 
-def test_a_head_of_another_model_is_refused(zoo: Path, tmp_path: Path) -> None:
-    other = make_model("gpt_neox", zoo)
-    target = HeadTarget.of_runner(other, TransformersRunner(other, device="cpu"))
+def test_a_head_of_another_model_is_refused(zoo: Path, load: Load, tmp_path: Path) -> None:
+    target = HeadTarget.of_runner(make_model("gpt_neox", zoo), load("gpt_neox"))
     untrained("medusa", target).save(tmp_path / "medusa")
     folder = make_model("mamba2", zoo)
-    library = HeadLibrary(tmp_path, folder, TransformersRunner(folder, device="cpu"))
+    library = HeadLibrary(tmp_path, folder, load("mamba2"))
     with pytest.raises(InvalidArgument, match="target"):
         library.load("medusa")
     assert "medusa" in HEADS

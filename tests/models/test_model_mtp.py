@@ -235,6 +235,7 @@ def test_tokens_are_those_of_ar(target: Path, runner: TransformersRunner) -> Non
 
 def test_a_broken_layer_is_refused_by_name(tmp_path: Path) -> None:
     target = with_layer("qwen3_next", tmp_path)
+    runner = TransformersRunner(target, device="cpu")
     whole = load_file(target / "model.safetensors")
     fc, proj = "mtp.fc.weight", "mtp.layers.0.self_attn.o_proj.weight"
     for change, text in (
@@ -246,7 +247,6 @@ def test_a_broken_layer_is_refused_by_name(tmp_path: Path) -> None:
     ):
         tensors = {name: value for name, value in {**whole, **change}.items() if value is not None}
         save_file(tensors, target / "model.safetensors", {"format": "pt"})
-        runner = TransformersRunner(target, device="cpu")
         heads = HeadLibrary(target / "heads", target, runner)
         with pytest.raises(InvalidArgument, match=text):
             heads.load("mtp")

@@ -20,8 +20,9 @@ from paceline.models.transformers_sequence import TransformersSequence
 from paceline.sampling import SamplingParams
 from paceline.target import ModelTarget
 from tests.fakes import WITH_FAKES, Mix
+from tests.models.conftest import Load
 from tests.models.general_path_table import kinds
-from tests.modelzoo import KINDS, RECURRENT_KINDS, VOCAB_SIZE, make_model
+from tests.modelzoo import KINDS, VOCAB_SIZE, make_model
 
 NUM_SESSIONS = 8
 # Of these transformers is wrong (MiniMax's positions) or fails if it keeps a cache.
@@ -98,9 +99,10 @@ def greedy(folder: Path, prompts: list[list[int]], count: int, *, cache: bool) -
 
 @pytest.mark.one_of(8, slow=2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_and_eight_sessions_get_the_tokens_of_transformers(kind: str, zoo: Path) -> None:
-    folder, count = make_model(kind, zoo), 12
-    runner = TransformersRunner(folder, device="cpu")
+def test_one_and_eight_sessions_get_the_tokens_of_transformers(
+    kind: str, zoo: Path, load: Load
+) -> None:
+    folder, runner, count = make_model(kind, zoo), load(kind), 12
     lengths = (3, 30, 9, 17, 24, 5, 40, 11)
     prompts = [tokens(length, seed=1).tolist() for length in lengths]
     expected = greedy(folder, prompts, count, cache=kind not in WITHOUT_CACHE)
@@ -117,9 +119,8 @@ def test_one_and_eight_sessions_get_the_tokens_of_transformers(kind: str, zoo: P
 
 @pytest.mark.one_of(12)
 @pytest.mark.parametrize("kind", sorted(kinds()))
-def test_eight_sessions_take_the_forwards_of_one(kind: str, zoo: Path) -> None:
-    runner = TransformersRunner(make_model(kind, zoo), device="cpu")
-    count = 16 if kind in RECURRENT_KINDS else 64
+def test_eight_sessions_take_the_forwards_of_one(kind: str, load: Load) -> None:
+    runner, count = load(kind), 16
     # Prompts of one length, since those of recurrent models run together only then. After one of
     # gpt-oss's first eight, the two best tokens are equal but for rounding, which may differ here.
     first = 100 if kind == "gpt_oss" else 0
@@ -135,13 +136,13 @@ def test_eight_sessions_take_the_forwards_of_one(kind: str, zoo: Path) -> None:
     assert sum(together) == sum(alone)  # no padding
 
 
-def test_prompts_of_all_lengths_share_a_forward(zoo: Path) -> None:
-    runner = TransformersRunner(make_model("gemma2", zoo), device="cpu")
+def test_prompts_of_all_lengths_share_a_forward(load: Load) -> None:
+    runner = load("gemma2")
     prompts = [tokens(3 + 5 * number, seed=number).tolist() for number in range(NUM_SESSIONS)]
     with counted(runner) as together:
-        generate(runner, prompts, 64)
+        generate(runner, prompts, 24)
     with counted(runner) as alone:
-        generate(runner, prompts[-1:], 64)
+        generate(runner, prompts[-1:], 24)
     assert len(together) <= 1.1 * len(alone)
 
 
@@ -151,9 +152,9 @@ def test_prompts_of_all_lengths_share_a_forward(zoo: Path) -> None:
 @pytest.mark.parametrize(
     "kind", ["mamba", "jamba", "mamba2", "falcon_h1", "lfm2", "minimax", "rwkv"]
 )
-def test_recurrent_models_compute_drafted_and_accepted_tokens(kind: str, zoo: Path) -> None:
+def test_recurrent_models_compute_drafted_and_accepted_tokens(kind: str, load: Load) -> None:
     """A chain in each round; Mamba and Jamba do not even compute the accepted ones again."""
-    runner = TransformersRunner(make_model(kind, zoo), device="cpu")
+    runner = load(kind)
     prompt, drafted = tokens(30), tokens(6, seed=1)
     sequence = prefill(runner, prompt)
     replayed = 0
@@ -171,8 +172,8 @@ def test_recurrent_models_compute_drafted_and_accepted_tokens(kind: str, zoo: Pa
 
 
 @pytest.mark.parametrize("kind", ["mamba", "falcon_h1"])
-def test_positions_of_whole_generations(kind: str, zoo: Path) -> None:
-    runner, count = TransformersRunner(make_model(kind, zoo), device="cpu"), 24
+def test_positions_of_whole_generations(kind: str, load: Load) -> None:
+    runner, count = load(kind), 24
     prompt = tokens(20, seed=3).tolist()
     truth = {tuple(prompt): generate(runner, [prompt], count)[0]}
     drafters = {"mix": Mix(truth, VOCAB_SIZE, rho=0.6, seed=4)}
@@ -192,8 +193,8 @@ def test_positions_of_whole_generations(kind: str, zoo: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mamba", "falcon_h1", "rwkv", "gemma2"])
-def test_a_chain_may_follow_a_tree_that_is_pending(kind: str, zoo: Path) -> None:
-    runner = TransformersRunner(make_model(kind, zoo), device="cpu")
+def test_a_chain_may_follow_a_tree_that_is_pending(kind: str, load: Load) -> None:
+    runner = load(kind)
     drafted, more = tokens(5, seed=1), tokens(3, seed=2)
     sequence, whole = prefill(runner, tokens(20)), prefill(runner, tokens(20))
     # The state behind the last node is not known under ``chunks``: another path is longer.
@@ -214,8 +215,8 @@ def test_a_chain_may_follow_a_tree_that_is_pending(kind: str, zoo: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma2", "falcon_h1", "bloom"])
-def test_a_forward_that_fails_leaves_no_trace_in_any_sequence(kind: str, zoo: Path) -> None:
-    runner = TransformersRunner(make_model(kind, zoo), device="cpu")
+def test_a_forward_that_fails_leaves_no_trace_in_any_sequence(kind: str, load: Load) -> None:
+    runner = load(kind)
     sequences = [prefill(runner, tokens(9 + number)) for number in range(3)]
     first = [Segment(each, tokens(2, seed=1)) for each in sequences]
     runner.forward(first)
@@ -249,9 +250,9 @@ def test_a_forward_that_fails_leaves_no_trace_in_any_sequence(kind: str, zoo: Pa
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "qwen3_moe", "falcon_h1"])
-def test_what_batch_mates_change_is_rounding(kind: str, zoo: Path) -> None:
+def test_what_batch_mates_change_is_rounding(kind: str, load: Load) -> None:
     """docs/architecture.md has these numbers."""
-    runner = TransformersRunner(make_model(kind, zoo), device="cpu")
+    runner = load(kind)
     assert not runner.batch_invariant
     drafted = [tokens(5, seed=seed) for seed in range(NUM_SESSIONS)]
     rows = []
@@ -265,8 +266,8 @@ def test_what_batch_mates_change_is_rounding(kind: str, zoo: Path) -> None:
     assert float(difference) < 3e-5
 
 
-def test_long_sequences_outgrow_their_buffers(zoo: Path) -> None:
-    runner = TransformersRunner(make_model("gemma2", zoo), device="cpu")
+def test_long_sequences_outgrow_their_buffers(zoo: Path, load: Load) -> None:
+    runner = load("gemma2")
     ids = tokens(300)
     model = AutoModelForCausalLM.from_pretrained(
         make_model("gemma2", zoo), attn_implementation="eager"
@@ -281,9 +282,9 @@ def test_long_sequences_outgrow_their_buffers(zoo: Path) -> None:
     runner.free(sequence)
 
 
-def test_a_long_sequence_does_not_change_the_frequencies_of_short_ones(zoo: Path) -> None:
+def test_a_long_sequence_does_not_change_the_frequencies_of_short_ones(load: Load) -> None:
     """LongRoPE turns faster or slower for all tokens of a forward, by its longest sequence."""
-    runner = TransformersRunner(make_model("phi3", zoo), device="cpu")
+    runner = load("phi3")
     drafted = tokens(4, seed=7)
     alone = []
     for length in (30, 300):  # the original context is 256

@@ -26,6 +26,7 @@ from paceline.target import ModelTarget
 from paceline.tree import path_to
 from paceline.types import IndexArray, Need
 from tests.fakes import WITH_FAKES, AlwaysRight, Mix, NeverRight
+from tests.models.conftest import Load
 from tests.modelzoo import CONTEXT_LENGTH, VOCAB_SIZE, make_model
 
 STRATEGIES = {
@@ -52,20 +53,6 @@ STRATEGIES = {
 }
 KINDS = tuple(STRATEGIES)
 NO_POSITIONS = ("bloom", "mamba", "mamba2", "rwkv")  # so they have no limit of their own
-
-Load = Callable[[str], TransformersRunner]
-
-
-@pytest.fixture(scope="module")
-def load(zoo: Path) -> Load:
-    runners: dict[str, TransformersRunner] = {}
-
-    def get(kind: str) -> TransformersRunner:
-        if kind not in runners:
-            runners[kind] = TransformersRunner(make_model(kind, zoo), device="cpu")
-        return runners[kind]
-
-    return get
 
 
 def tokens(count: int, seed: int = 0) -> Any:

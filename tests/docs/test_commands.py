@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from paceline.cluster.cli import app
 from paceline.config import SpeculationConfig
@@ -39,6 +38,7 @@ from paceline.model_names import resolve_model
 from paceline.rpc.generate_service import ModelInfo
 from paceline.tokenizer import chat_template
 from tests.chat.suite import is_here
+from tests.command_line import CliRunner
 from tests.deployments.conftest import free_port
 from tests.deployments.http_serving import http_serving
 from tests.docs.pages import ROOT, Block, blocks

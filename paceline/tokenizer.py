@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from paceline.errors import ModelNotFound, TokenizerMismatch
 from paceline.gguf import GgufTokenizer
@@ -130,6 +131,18 @@ def _bytes_of_characters() -> dict[str, int]:
     return table
 
 
+_loaded: WeakValueDictionary[bytes, _FastTokenizer] = WeakValueDictionary()
+"""Those in use, by a digest of their files: an engine's models have equal files."""
+
+
+def _fast_tokenizer(path: Path) -> _FastTokenizer:
+    key = hashlib.sha256(path.read_bytes()).digest()
+    found = _loaded.get(key)
+    if found is None:
+        found = _loaded[key] = _FastTokenizer(path)
+    return found
+
+
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a model.
 
@@ -144,7 +157,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return GgufTokenizer(path)
     folder = model_folder(path)
     if (folder / "tokenizer.json").is_file():
-        return _FastTokenizer(folder / "tokenizer.json")
+        return _fast_tokenizer(folder / "tokenizer.json")
     known = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if not any((folder / name).is_file() for name in known):
         raise ModelNotFound(
@@ -210,6 +223,8 @@ def eos_token_ids(path: str | Path) -> tuple[int, ...]:
 
 def check_same_tokenizer(target: Tokenizer, drafter: Tokenizer) -> None:
     """Raise TokenizerMismatch, naming entries that differ, unless both agree on every token."""
+    if target is drafter:
+        return
     ours, theirs = target.vocabulary(), drafter.vocabulary()
     if ours == theirs:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,17 +19,23 @@ MOST_LINES = 300
 def classes(*folders: str) -> Iterator[tuple[str, ast.ClassDef]]:
     """The classes at the top of each file, and the file."""
     for folder in folders:
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            relative = file.relative_to(ROOT)
-            # The package shows the other folders through links; protoc chooses its own names.
-            if (
-                relative.parts[:2] in {("paceline", name) for name in FOLDERS}
-                or "gen" in relative.parts
-            ):
-                continue
-            for node in ast.parse(file.read_text("utf-8")).body:
-                if isinstance(node, ast.ClassDef):
-                    yield str(relative), node
+        yield from _classes(folder)
+
+
+@cache
+def _classes(folder: str) -> list[tuple[str, ast.ClassDef]]:
+    found = []
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        relative = file.relative_to(ROOT)
+        # The package shows the other folders through links; protoc chooses its own names.
+        if (
+            relative.parts[:2] in {("paceline", name) for name in FOLDERS}
+            or "gen" in relative.parts
+        ):
+            continue
+        nodes = ast.parse(file.read_text("utf-8")).body
+        found += [(str(relative), node) for node in nodes if isinstance(node, ast.ClassDef)]
+    return found
 
 
 def test_no_public_class_name_is_defined_twice() -> None:

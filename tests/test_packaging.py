@@ -444,7 +444,7 @@ def imported_roots(folder: Path) -> dict[str, Path]:
     """Top-level modules that the files of a folder import anywhere, and one file that does."""
     found: dict[str, Path] = {}
     for path in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -453,6 +453,15 @@ def imported_roots(folder: Path) -> dict[str, Path]:
                 continue
             found.update({name.split(".")[0]: path for name in names})
     return found
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements inside of a node, however deep; expressions hold none but take long."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        inner = getattr(node, field, ())
+        for each in inner if isinstance(inner, list) else ():
+            yield each
+            yield from statements(each)
 
 
 def declared(*extras: str) -> set[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ import torch
 from paceline.errors import InvalidArgument, ModelNotFound
 
 INDEX = "model.safetensors.index.json"
+SMALL_BYTES = 2**25
+"""Weights of at most this size may all be in memory while they are read."""
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # safetensors' names of dtypes -> torch's; names missing here stay as they are.
@@ -116,6 +118,28 @@ def in_pieces(count: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + step, count))
 
 
+class _SmallFile:
+    """A small safetensors file that stays mapped while one of its tensors is known.
+
+    To map a file and to read its header takes longer than to read one of its tensors.
+    """
+
+    def __init__(self, file: Path) -> None:
+        from safetensors import safe_open
+
+        self._file, self._state = file, self._now(file)
+        self.opened: Any = safe_open(str(file), "pt")
+
+    def is_current(self) -> bool:
+        """Whether the file is the one that was mapped."""
+        return self._now(self._file) == self._state
+
+    @staticmethod
+    def _now(file: Path) -> tuple[int, int, int]:
+        state = file.stat()
+        return state.st_ino, state.st_size, state.st_mtime_ns
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in a safetensors file, read on demand."""
@@ -124,6 +148,7 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
+    small: _SmallFile | None = field(default=None, compare=False, repr=False)
 
     def read_columns(self, columns: slice) -> npt.NDArray[Any]:
         """Some columns of a matrix. Errors: as of :meth:`read`."""
@@ -132,7 +157,7 @@ class StoredTensor:
     def read(self, rows: slice | tuple[slice, ...] = slice(None)) -> torch.Tensor:
         """Some of its rows, mapped: a caller that keeps them should copy them.
 
-        Each call maps the file anew, so that its pages leave memory together with the rows.
+        Each call maps a large file anew, so that its pages leave memory together with the rows.
 
         Raises:
             ModelNotFound: the file has been damaged since its header was read.
@@ -140,14 +165,19 @@ class StoredTensor:
         from safetensors import SafetensorError, safe_open
 
         try:
+            if self.small is not None and self.small.is_current():
+                return self._read(self.small.opened, rows)
             with safe_open(str(self.file), "pt") as opened:
-                found: torch.Tensor = (
-                    opened.get_tensor(self.name) if rows == slice(None)
-                    else opened.get_slice(self.name)[rows]
-                )  # fmt: skip
-                return found
+                return self._read(opened, rows)
         except (SafetensorError, OSError) as error:
             raise ModelNotFound(f"{self.file} is damaged: {error}") from error
+
+    def _read(self, opened: Any, rows: slice | tuple[slice, ...]) -> torch.Tensor:
+        found: torch.Tensor = (
+            opened.get_tensor(self.name) if rows == slice(None)
+            else opened.get_slice(self.name)[rows]
+        )  # fmt: skip
+        return found
 
 
 def stored_tensors(folder: Path, codes: Collection[str] = ()) -> dict[str, StoredTensor]:
@@ -168,11 +198,13 @@ def stored_tensors(folder: Path, codes: Collection[str] = ()) -> dict[str, Store
             if dtype not in (*WEIGHT_DTYPES, *codes):
                 raise not_weights(f"{name} in {str(file)!r}", dtype)
     tensors: dict[str, StoredTensor] = {}
+    is_small = sum(file.stat().st_size for file in stored) <= SMALL_BYTES
     for file, dtypes in stored.items():
+        small = _SmallFile(file) if is_small else None
         with safe_open(str(file), "pt") as opened:
             for name, dtype in dtypes.items():
                 shape = tuple(opened.get_slice(name).get_shape())
-                tensors[name] = StoredTensor(name, file, shape, getattr(torch, dtype))
+                tensors[name] = StoredTensor(name, file, shape, getattr(torch, dtype), small)
     return tensors
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from paceline.cluster.cli import app
 from paceline.engine import EngineThread
 from paceline.loading import load_engine
 from paceline.rpc.server import RpcServer
+from tests.command_line import CliRunner, Result
 from tests.modelzoo import make_model
 from tests.rpc.serving import serving
 

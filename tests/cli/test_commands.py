@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster import doctor
+from paceline.cluster.cli_output import DEBUG_VARIABLE
 from paceline.cluster.doctor import Status
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
 from paceline.methods import DIFFUSION_METHODS, METHODS, VLLM_METHODS
@@ -311,19 +312,24 @@ def test_generate_needs_neither_ray_nor_grpc() -> None:
     [["up"], ["down"], ["status"], ["demo"], ["generate", "x", "--server", "127.0.0.1:1"]],
     ids=" ".join,
 )
-def test_a_command_without_its_extra_names_it(arguments: list[str]) -> None:
-    result = paceline(*arguments, code=BLOCK_SERVING)
-    assert result.returncode == 2
+def test_a_command_without_its_extra_names_it(
+    arguments: list[str], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ray", "grpc"):
+        monkeypatch.setitem(sys.modules, name, None)
+    result = cli(*arguments)
+    assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
     assert "pip install 'paceline[serve]'" in result.stderr
 
 
-def test_debug_shows_the_traceback() -> None:
-    plain = paceline("generate", "")
-    assert (plain.returncode, plain.stderr.count("\n")) == (2, 1)
-    debug = paceline("--debug", "generate", "")
-    assert debug.returncode == 2
+def test_debug_shows_the_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEBUG_VARIABLE, "")  # so that it is restored
+    plain = cli("generate", "")
+    assert (plain.exit_code, plain.stderr.count("\n")) == (2, 1)
+    debug = cli("--debug", "generate", "")
+    assert debug.exit_code == 2
     assert "Traceback" in debug.stderr
     assert plain.stderr in debug.stderr
 

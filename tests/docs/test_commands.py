@@ -13,21 +13,22 @@ A block that names the gateway's addresses gets a gateway in this process, with 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from paceline.cluster.cli import app
 from paceline.config import SpeculationConfig
@@ -39,6 +40,7 @@ from paceline.model_names import resolve_model
 from paceline.rpc.generate_service import ModelInfo
 from paceline.tokenizer import chat_template
 from tests.chat.suite import is_here
+from tests.command_line import CliRunner
 from tests.deployments.conftest import free_port
 from tests.deployments.http_serving import http_serving
 from tests.docs.pages import ROOT, Block, blocks
@@ -47,6 +49,7 @@ from tests.rpc.serving import serving
 
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
 PROGRAMS = ["docs/tutorial-drafter.md"]  # whose Python test_tutorial.py runs
+HERE = ("benchmarks.adapters", "benchmarks.codebooks")  # which leave a process as it was
 GRPC, HTTP = "127.0.0.1:50051", "127.0.0.1:8000"
 _MARK = re.compile(r"(?P<when>no|slow|nightly|with)(?:(?<=with) |, with |, |$)(?P<rest>.*)$")
 
@@ -248,19 +251,16 @@ def test_commands_with_a_deployment(block: Block, work: Path, own_cache: Path) -
 def run(command: Command, text: str, more: list[str]) -> None:
     """Run a command, which has to fail iff the page shows an error."""
     words = shlex.split(text.replace("\\\n", " "), comments=True)  # as a shell joins lines
-    simple = words[0] == "paceline" and not set(words) & {"|", "&&", ">"}
-    if simple:  # in this process, which has imported everything already
-        words += more if words[1] == "train" else []
-        result = CliRunner().invoke(app, words[1:])
-        code, printed = result.exit_code, result.output
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
+    first, pipe, others = text.partition(" | ")
+    if pipe and _is_whole(first) and runs_here(shlex.split(first)):
+        code, printed, complaints = run_here(shlex.split(first))
+        if code == 0:
+            code, printed, complaints = run_in_shell(others, printed)
+    elif runs_here(words):
+        code, printed, complaints = run_here(words + (more if words[1] == "train" else []))
     else:
-        done = subprocess.run(
-            ["bash", "-o", "pipefail", "-c", text], env=environment(), capture_output=True,
-            text=True, check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        code, printed = done.returncode, done.stdout + done.stderr
+        code, printed, complaints = run_in_shell(text)
+    printed += complaints
     error = re.search(r"^error: .*", command.shown, re.MULTILINE)
     assert (code != 0) == (error is not None), f"{text}\n{printed}"
     if error is not None:
@@ -268,6 +268,45 @@ def run(command: Command, text: str, more: list[str]) -> None:
         assert begin in " ".join(printed.split()), printed
     if words[0] == "curl":  # it ends well whatever the answer is
         assert ('"error"' in printed) == ('"error"' in command.shown), printed
+
+
+def runs_here(words: list[str]) -> bool:
+    """Whether this process, which has imported everything already, can run a command."""
+    if set(words) & {"|", "&&", ">"}:
+        return False
+    return words[0] == "paceline" or (words[:2] == ["python", "-m"] and words[2] in HERE)
+
+
+def run_here(words: list[str]) -> tuple[int, str, str]:
+    """The exit code, standard output and standard error of a command."""
+    if words[0] == "paceline":
+        result = CliRunner().invoke(app, words[1:])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.exit_code, result.stdout, result.stderr
+    printed, complaints = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(printed),
+        redirect_stderr(complaints),
+    ):
+        patch.setattr(sys, "argv", words[2:])
+        patch.delitem(sys.modules, words[2], raising=False)  # it may be that of other tests
+        try:
+            runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    return code, printed.getvalue(), complaints.getvalue()
+
+
+def run_in_shell(text: str, stdin: str = "") -> tuple[int, str, str]:
+    """As :func:`run_here`."""
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", text], env=environment(), capture_output=True, text=True,
+        check=False, input=stdin,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
 
 
 def environment() -> dict[str, str]:

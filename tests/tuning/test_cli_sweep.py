@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 from typer.testing import Result as Run
 
 from paceline.cluster.cli import app
 from paceline.tuning import tables
 from paceline.tuning.results import Results
+from tests.command_line import CliRunner
 from tests.tuning.folders import full_records, write_sweep
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ cluster.
 * Each method has a case of its own. Precision, batch, temperature and place are chosen so that
   every pair of their values is met, by a rule that depends on nothing but the catalogue
   (:func:`tests.chat.suite.everyday_cases`). Nothing lands without these cases in four prompts of 24
-  tokens (test_exactness_in_full.py, marked slow). Here every third of them is much shorter. Methods
+  tokens (test_exactness_in_full.py, marked slow). Here every eleventh of them is much shorter. Methods
   that copy have 32 tokens of each prompt. The others compute a draft in every round, which costs
   several times as much on a CPU: they have 12 tokens of one prompt, or 6 of each of four.
 * Each method once more in the precision that people have, Q4_1, in a batch with sessions of other
@@ -108,7 +108,7 @@ def test_a_token_has_the_same_logits_however_many_are_verified_with_it(chat: Cha
 # --- tokens ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(3, slow=2)
+@pytest.mark.one_of(11)  # all of them with more tokens: test_exactness_in_full.py
 @pytest.mark.parametrize("case", EVERYDAY, ids=str)
 def test_tokens_are_those_of_ar(case: Case, chat: Chat) -> None:
     prompts: Sequence[int] = range(len(chat.prompts))

@@ -65,7 +65,9 @@ class Forked:
 
     def has_ended(self, timeout: float = 0.0) -> bool:
         """Wait at most ``timeout`` seconds for its end."""
-        return bool(select.select([self._handle], [], [], timeout)[0])
+        poll = select.poll()  # select() takes no numbers of files above 1023
+        poll.register(self._handle, select.POLLIN)
+        return bool(poll.poll(1e3 * timeout))
 
     def kill(self) -> None:
         """End it the hard way; safe to call twice."""

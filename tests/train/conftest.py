@@ -24,7 +24,11 @@ LENGTH = 32
 def _no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than most trainings of this folder; who looks asks for ``picture``."""
     if "picture" not in request.fixturenames:
-        monkeypatch.setattr(trainer, "plot", lambda history, file, title: None)
+        monkeypatch.setattr(trainer, "plot", draw_nothing)
+
+
+def draw_nothing(history: object, file: Path, title: str) -> None:
+    pass
 
 
 @pytest.fixture
@@ -100,7 +104,9 @@ def target(
     """The random target after some training on the text, without early exits."""
     out = tmp_path_factory.mktemp("target")
     task = ExitsTask(random_target, text, exit_scale=0.0, layer_dropout=0.0)
-    train(task, TrainOptions(out=out, steps=150, learning_rate=5e-3, eval_every=150))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "plot", draw_nothing)
+        train(task, TrainOptions(out=out, steps=150, learning_rate=5e-3, eval_every=150))
     return out
 
 

@@ -8,9 +8,9 @@ cluster.
 * Each method has a case of its own. Precision, batch, temperature and place are chosen so that
   every pair of their values is met, by a rule that depends on nothing but the catalogue
   (:func:`tests.chat.suite.everyday_cases`). Nothing lands without these cases in four prompts of 24
-  tokens (test_exactness_in_full.py, marked slow). Here every eleventh of them is much shorter. Methods
-  that copy have 32 tokens of each prompt. The others compute a draft in every round, which costs
-  several times as much on a CPU: they have 12 tokens of one prompt, or 6 of each of four.
+  tokens (test_exactness_in_full.py, marked slow). Here every eleventh of them is much shorter.
+  Methods that copy have 32 tokens of each prompt. The others compute a draft in every round, which
+  costs several times as much on a CPU: they have 12 tokens of one prompt, or 6 of each of four.
 * Each method once more in the precision that people have, Q4_1, in a batch with sessions of other
   methods, at both temperatures.
 * AR's answers are computed once for each precision and temperature: 32 tokens of each prompt, of

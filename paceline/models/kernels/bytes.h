@@ -241,32 +241,29 @@ ALWAYS_INLINE void put_bytes(const struct target *t, int row, int first, const i
     put(t, row, first, scaled(sums, scale, panel, shift));
 }
 
-/* Each of `turns` blocks fetches a share of the weights `ahead`, spread over its own steps. */
+/* Each of `turns` blocks fetches a share of what is ahead, spread over its own steps. */
 ALWAYS_INLINE void byte_block(const byte_in *x, int inputs, const char *panel, size_t bytes,
                               const float *scales, const struct target *t, int row, int first,
-                              size_t ahead, int turn, int turns, const int rows, const int panels)
+                              struct ahead *ahead, int turn, int turns, const int rows, const int panels)
 {
     nat_int acc[BYTE_ROWS][GROUP][SUMS];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int p = 0; p < panels; p++)
             UNROLL for (int i = 0; i < SUMS; i++) acc[r][p][i] = (nat_int){0};
-    const int8_t *w = ((const struct byte_panel *)panel)->weights, *next = w + ahead;
-    if (turn == 0)
-        UNROLL for (int p = 0; p < panels; p++)
-        {
-            FETCH(panel + ahead + p * bytes); /* the scales and shifts */
-            FETCH(panel + ahead + p * bytes + 64);
-        }
+    const int8_t *w = ((const struct byte_panel *)panel)->weights;
+    struct ahead next = *ahead; /* in registers */
+    if (turn == 0) /* scales and shifts are two lines more */
+        UNROLL for (int i = 0; i < 2; i++) fetch_ahead(&next, bytes, panels);
     for (int k = 0; k < inputs; k += 4) {
         if (turn-- == 0) {
             turn = turns - 1;
-            UNROLL for (int p = 0; p < panels; p++)
-                FETCH(next + p * bytes + (size_t)k * WIDTH);
+            fetch_ahead(&next, bytes, panels);
         }
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int p = 0; p < panels; p++)
                 byte_step(acc[r][p], w + p * bytes + (size_t)k * WIDTH, x + (size_t)r * inputs + k);
     }
+    *ahead = next;
     /* Without branches, and unrolled, the sums never leave their registers. */
     if (!t->bias && !t->narrow && first + panels * WIDTH <= (int)t->outputs) {
         UNROLL for (int p = 0; p < panels; p++)
@@ -311,7 +308,7 @@ ALWAYS_INLINE void byte_block(const byte_in *x, int inputs, const char *panel, s
         break;
 
 static void byte_rows(const byte_in *x, int inputs, const char *panel, size_t bytes,
-                      const float *scales, const struct target *t, int row, int first, size_t ahead,
+                      const float *scales, const struct target *t, int row, int first, struct ahead *ahead,
                       int turn, int turns, int rows, int panels)
 {
     int p = 0;
@@ -355,11 +352,12 @@ NOINLINE void multiply_bytes(const struct product_of_bytes *m)
 {
     const struct target *t = m->target;
     const int rows = m->rows, inputs = m->inputs, tiles = m->tiles;
-    const int group = group_size(rows, 0), all = (int)(t->outputs + WIDTH - 1) / WIDTH;
-    /* One panel after the other is one long stream, which the processor reads ahead by itself, as it does
-     * all streams of one row that are not short. */
-    const int itself = BYTE_PANELS(1) == 1 || (W == 16 && rows == 1 && inputs > 512);
-    const int lines = itself ? INT32_MAX : inputs / 4;
+    const int group = W == 8 ? GROUP : group_size(rows, 0);
+    const int all = (int)(t->outputs + WIDTH - 1) / WIDTH;
+    /* One row: with AVX-512 the processor reads ahead by itself, both one panel after the other, which is one
+     * long stream, and all streams that are not short. Elsewhere one stream is not read fast enough. */
+    const int itself = W == 16 && rows == 1 && (BYTE_PANELS(1) == 1 || inputs > 512);
+    const int lines = itself ? INT32_MAX : BYTE_PANELS(1) == 1 ? 0 : inputs / 4;
     const size_t panel = sizeof(struct byte_panel) + (size_t)inputs * WIDTH;
     const int most = tiles ? TILE_ROWS : BYTE_ROWS;
     const int blocks = (rows + most - 1) / most, count = rows < most ? rows : most;
@@ -371,6 +369,7 @@ NOINLINE void multiply_bytes(const struct product_of_bytes *m)
         for (int p = first_panel(all, i, m->shares), panels; p < end; p += panels) {
             panels = end - p < group ? end - p : group;
             const char *w = m->weight + p * panel;
+            struct ahead ahead = {w + panels * panel, 0, panels};
             for (int b = 0; b < blocks; b++) {
                 /* The last block of tiles repeats rows of the one before: tiles keep their shape. */
                 const int r = !tiles ? rows * b / blocks : b + 1 == blocks ? rows - count : b * most;
@@ -378,7 +377,7 @@ NOINLINE void multiply_bytes(const struct product_of_bytes *m)
                 if (tiles)
                     byte_tiles(from, inputs, w, panel, m->scales + r, t, r, p * WIDTH, count, panels);
                 else
-                    byte_rows(from, inputs, w, panel, m->scales + r, t, r, p * WIDTH, group * panel,
+                    byte_rows(from, inputs, w, panel, m->scales + r, t, r, p * WIDTH, &ahead,
                               fetch_turn(b, rows, lines, BYTE_PANELS(4) == 4), blocks,
                               rows * (b + 1) / blocks - r, panels);
             }

@@ -3,10 +3,10 @@
  * WEIGHTS(from, substep) and STEP(sums, weights, value) set. */
 
 /* Steps [from, to) of k for a block of rows and panels; its sums so far, [rows][GROUP][WIDTH], are in
- * memory. Each of `turns` such blocks fetches a share of the next chunk, spread over its own steps, so that
+ * memory. Each of `turns` such blocks fetches a share of what is ahead, spread over its own steps, so that
  * memory and arithmetic are busy at the same time; turn -1 fetches nothing. */
 ALWAYS_INLINE void NAME(block)(const X *x, size_t stride, const char *weight, size_t panel,
-                               const char *next, float *sums, int from, int to, int turn, int turns,
+                               struct ahead *ahead, float *sums, int from, int to, int turn, int turns,
                                const int rows, const int panels)
 {
     vec acc[MAX_ROWS][GROUP];
@@ -15,10 +15,11 @@ ALWAYS_INLINE void NAME(block)(const X *x, size_t stride, const char *weight, si
             acc[r][p] = from ? load_(sums + (r * GROUP + p) * WIDTH) : set_(0.0f);
     weight += (size_t)from * LINE;
     x += (size_t)from * SUBSTEPS;
+    struct ahead next = *ahead; /* in registers */
     for (int k = from; k < to; k++) {
         if (turn-- == 0) {
             turn = turns - 1;
-            UNROLL for (int p = 0; p < panels; p++) FETCH(next + p * panel);
+            fetch_ahead(&next, panel, panels);
         }
         UNROLL for (int s = 0; s < SUBSTEPS; s++) {
             vec w[GROUP];
@@ -28,18 +29,18 @@ ALWAYS_INLINE void NAME(block)(const X *x, size_t stride, const char *weight, si
                 UNROLL for (int p = 0; p < panels; p++) acc[r][p] = STEP(acc[r][p], w[p], value);
             }
         }
-        next += LINE;
         weight += LINE;
         x += SUBSTEPS;
     }
+    *ahead = next;
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int p = 0; p < panels; p++) store_(sums + (r * GROUP + p) * WIDTH, acc[r][p]);
 }
 
 /* The same for any number of panels up to GROUP; at once, as many as the registers hold sums of. */
 #define BLOCK(rows, count)                                                                        \
-    NAME(block)(x, stride, weight + p * panel, panel, next + p * panel, sums + p * WIDTH, from, to, \
-                turn, turns, rows, count)
+    NAME(block)(x, stride, weight + p * panel, panel, ahead, sums + p * WIDTH, from, to, turn, turns, \
+                rows, count)
 #define CASE(rows)                                                                                \
     case rows:                                                                                    \
         for (; p + PANELS(rows) <= panels; p += PANELS(rows))                                     \
@@ -56,7 +57,7 @@ ALWAYS_INLINE void NAME(block)(const X *x, size_t stride, const char *weight, si
             BLOCK(rows, 1);                                                                       \
         break;
 
-static void NAME(rows)(const X *x, size_t stride, const char *weight, size_t panel, const char *next,
+static void NAME(rows)(const X *x, size_t stride, const char *weight, size_t panel, struct ahead *ahead,
                        float *sums, int from, int to, int turn, int turns, int rows, int panels, int alone)
 {
     int p = 0;
@@ -89,11 +90,11 @@ void NAME(group)(const X *x, size_t stride, const char *weight, size_t panel, co
     for (int c = 0; c < chunks; c++) {
         const int from = (int)((int64_t)steps * c / chunks);
         const int to = (int)((int64_t)steps * (c + 1) / chunks);
-        const char *next = c + 1 < chunks ? weight + (size_t)to * LINE : after;
+        struct ahead ahead = {c + 1 < chunks ? weight + (size_t)to * LINE : after, 0, panels};
         for (int b = 0; b < blocks; b++) {
             /* Blocks of even size: 7 rows as 4 + 3 cost less than as 6 + 1. */
             const int r = rows * b / blocks, end = rows * (b + 1) / blocks;
-            NAME(rows)(x + r * stride, stride, weight, panel, next, sums + r * GROUP * WIDTH, from, to,
+            NAME(rows)(x + r * stride, stride, weight, panel, &ahead, sums + r * GROUP * WIDTH, from, to,
                        fetch_turn(b, rows, steps, W == 16 && SUBSTEPS == 1), blocks, end - r, panels,
                        one_by_one(rows, steps));
         }

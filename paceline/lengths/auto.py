@@ -114,9 +114,19 @@ class _Known:
         return self.experience.rates(self.longest, workload, drafter, kind)
 
     def verify(self, load: Load) -> list[float]:
-        """Seconds of a round by the nodes it verifies, drafting left out.  # [longest + 1]"""
+        """Seconds of a round by the nodes it verifies, drafting left out.  # [longest + 1]
+
+        In a batch, most rounds have drafts of one session or two. Where the first rows beyond AR's
+        cost more than others (kernels take four together), such drafts cost more than their part
+        of what drafts of all sessions would.
+        """
         if self._verify[0] is not load:  # once for all sessions of a step
-            seconds = [self.learnt.verify_seconds(n, load) for n in range(self.longest + 1)]
+            batch, learnt = max(1, load.num_running), self.learnt
+            seconds = [learnt.verify_seconds(n, load) for n in range(self.longest + 1)]
+            if batch > 1:
+                for n in range(1, self.longest + 1):
+                    alone = learnt.verify_seconds(n / batch, load) - seconds[0]
+                    seconds[n] = max(seconds[n], seconds[0] + batch * alone)
             self._verify = load, seconds
         return self._verify[1]
 

@@ -229,8 +229,8 @@ class _Measured:
 
     def __init__(self, profile: RoundCosts) -> None:
         self._profile = profile
-        # By batch size and tokens of each session; kept because every length of a round needs them.
-        self._by_tokens: dict[int, list[float]] = defaultdict(list)
+        # By batch size and rows; kept because every length of a round needs them.
+        self._by_rows: dict[int, list[float]] = defaultdict(list)
         # Observed over measured seconds. _drift: in rounds without a draft, where texts are longer
         # than the measured context, caches are colder, and other work uses the machine. _beyond: by
         # what further factor rounds with a draft differ, as a drafter may work at the same time.
@@ -278,10 +278,11 @@ class _Measured:
         self._since_ar, self._seen, self._measures_anew = 0, self._drift * self._beyond, False
 
     def _measured(self, tokens: float, batch: int) -> float:
-        known, below = self._by_tokens[batch], int(tokens)
+        known, rows = self._by_rows[batch], tokens * batch
+        below = int(rows)
         while len(known) <= below + 1:
-            known.append(self._profile.verify(max(1, len(known)), batch))
-        return known[below] + (tokens - below) * (known[below + 1] - known[below])
+            known.append(self._profile.verify(max(1.0, len(known) / batch), batch))
+        return known[below] + (rows - below) * (known[below + 1] - known[below])
 
 
 def _moved(value: float, new: float, memory: float) -> float:

@@ -273,6 +273,22 @@ def test_the_best_drafter_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.speed(change + 32) > 0.95 * best
 
 
+class Fours(Costs):
+    """Kernels that take four rows together: the first of four more rows costs most of them."""
+
+    def verify(self, nodes: float, batch: int) -> float:
+        rows = nodes * batch
+        return float(np.interp(rows, (1, 4, 5, 8, 9, 12), (1.0, 1.0, 1.4, 1.6, 2.0, 2.2)))
+
+
+def test_in_a_batch_a_draft_costs_what_its_own_rows_cost() -> None:
+    known = _Known(4, LengthContext(profile=Fours(1.0, 1.0)))
+    assert known.verify(Load(4, 0)) == pytest.approx([1.0, 2.6, 2.8667, 3.1333, 3.4], abs=1e-3)
+    # of one session, there is nothing else
+    known = _Known(4, LengthContext(profile=Fours(1.0, 1.0)))
+    assert known.verify(Load(1, 0)) == pytest.approx([1.0, 1.0, 1.0, 1.0, 1.4])
+
+
 @pytest.mark.parametrize(
     ("together", "sessions"),
     [(1, 8.0), (4, 2.0), (8, 1.0), (0, 1.0)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ def test_only_an_engine_that_drafts_measures_and_the_next_one_reads(
     profile = CostProfile.load(file)
     assert profile == engine.length_context.costs
     assert profile.batches == (1,)
-    assert profile.nodes[:4] == (1, 2, 4, 8)
+    assert profile.nodes[:5] == (1, 2, 4, 5, 8)
     assert list(profile.verify_seconds[0]) == sorted(profile.verify_seconds[0])
     assert "draft_model" in profile.methods
     assert profile.read_seconds >= 0
@@ -274,9 +275,23 @@ def test_large_sizes_are_left_out_where_they_take_too_long(
         now[0] += 0.04 * size
 
     monkeypatch.setattr("paceline.profile.time.perf_counter", lambda: now[0])
-    seconds = within(0.25)(call, (1, 2, 4, 8, 16, 32))
-    assert seconds == pytest.approx((0.04, 0.08, 0.16, 0.32))
+    seconds = within(0.25)(call, (1, 2, 4, 5, 8, 16, 32))
+    assert seconds == pytest.approx((0.04, 0.08, 0.16, 0.2, 0.32))
     assert now[0] < 1.0
+
+
+def test_half_of_the_time_is_for_measuring_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second measurement of a size is disturbed, the first one among them."""
+    now, calls = [0.0], Counter[int]()
+
+    def call(size: int) -> None:
+        calls[size] += 1
+        now[0] += 0.001 * size * (3 if calls[size] % 2 else 1)
+
+    monkeypatch.setattr("paceline.profile.time.perf_counter", lambda: now[0])
+    seconds = within(0.25)(call, (1, 2, 4, 5, 8, 16, 32))
+    assert seconds == pytest.approx((0.001, 0.002, 0.004, 0.005, 0.008, 0.016))
+    assert 0.15 < now[0] < 0.27
 
 
 def test_a_plot_is_drawn(tmp_path: Path) -> None:

@@ -125,8 +125,8 @@ class _Known:
             seconds = [learnt.verify_seconds(n, load) for n in range(self.longest + 1)]
             if batch > 1:
                 for n in range(1, self.longest + 1):
-                    alone = learnt.verify_seconds(n / batch, load) - seconds[0]
-                    seconds[n] = max(seconds[n], seconds[0] + batch * alone)
+                    alone = seconds[0] + batch * learnt.row_seconds(n, load)
+                    seconds[n] = max(seconds[n], alone)
             self._verify = load, seconds
         return self._verify[1]
 

@@ -462,6 +462,17 @@ class Learnt:
         first, slope = near.verify.fit(near.ar.at(0) if near.ar.weight else None)
         return max(seconds, first + slope * nodes)
 
+    def row_seconds(self, nodes: int, load: Load) -> float:
+        """Seconds that ``nodes`` rows of one session add to a round that has drafts.
+
+        0 where no costs were measured: rounds do not tell rows of one session from those of all.
+        """
+        if self.measured is None:
+            return 0.0
+        batch = max(1, load.num_running)
+        with_rows = self.measured.verify(1.0 + nodes / batch, batch, True)
+        return with_rows - self.measured.verify(1.0, batch, True)
+
     def draft_seconds(self, depth: int, load: Load) -> float:
         """Seconds to wait for a draft: learnt or measured; 0 while unknown, so that it is tried."""
         if self._drafting[0] is not load:  # computed once: it is needed for every depth

@@ -289,6 +289,18 @@ def test_in_a_batch_a_draft_costs_what_its_own_rows_cost() -> None:
     assert known.verify(Load(1, 0)) == pytest.approx([1.0, 1.0, 1.0, 1.0, 1.4])
 
 
+def test_in_a_batch_slow_rounds_do_not_count_for_each_session() -> None:
+    """Rounds with drafts that take a tenth longer make drafts a tenth dearer, not 16 tenths."""
+    known, load = _Known(4, LengthContext(profile=CHEAP)), Load(16, 0)
+    measured = known.learnt.measured
+    assert measured is not None
+    for drafts in (False, True):
+        for _ in range(50):
+            measured.observe(1.5, 16, drafts, (1.1 if drafts else 1.0) * CHEAP.verify(1.5, 16))
+    first, second = known.verify(load)[:2]
+    assert second / first < 1.15 * CHEAP.verify(2, 16) / CHEAP.verify(1, 16)
+
+
 @pytest.mark.parametrize(
     ("together", "sessions"),
     [(1, 8.0), (4, 2.0), (8, 1.0), (0, 1.0)],

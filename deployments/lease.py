@@ -26,6 +26,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from paceline.deployments.config import DeploymentConfig
+from paceline.deployments.ledger import SERVE_NAMESPACE
 from paceline.rpc.errors import ServerUnavailable
 
 _RETRY_S = 0.1
@@ -35,8 +36,6 @@ HOLDER_CHECK_S = 2.0
 IDLE_S, LONGEST_S = 0.1, 1.0
 """Seconds that a lease waits for its next session, and seconds that it may pass from session to
 session. After that Serve chooses again, so that a new replica gets its share."""
-SERVE_NAMESPACE = "serve"
-"""Where Serve registers its replicas."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from paceline.deployments.lease import SERVE_NAMESPACE
 from paceline.deployments.poison import DeathBook, Deaths, Poison
 from paceline.deployments.session_ids import MAX_KEYS, MIN_KEY_LENGTH
 from paceline.rpc.quotas import Bucket, QuotaAnswer, QuotaAsk, RateAsk, SharedAccount, rates_of
@@ -32,6 +31,8 @@ from paceline.rpc.tenants import Quotas
 
 logger = logging.getLogger(__name__)
 
+SERVE_NAMESPACE = "serve"
+"""Where Serve registers its replicas. Its modules take seconds to import, and the ledger needs none."""
 SYNC_S = 1.0
 """Seconds between two calls of a gateway that has nothing to ask."""
 TIMEOUT_S = 1.0

@@ -187,6 +187,7 @@ def digest_tensors(
     """
     whole = hashlib.blake2b(json.dumps(numbers, sort_keys=True).encode(), digest_size=DIGEST_BYTES)
     reading: deque[Future[bytes]] = deque()
+    num_bytes = 0
     with _pool() as pool:
         for name, tensor in tensors:
             header = json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode()
@@ -195,13 +196,15 @@ def digest_tensors(
                 reading.extend(_digest_parts(tensor.parts, pool))
                 continue
             data = _bytes_of(tensor)
+            num_bytes += len(data)
             for start in range(0, len(data), _CHUNK_BYTES):
                 reading.append(pool.submit(_digest, data[start : start + _CHUNK_BYTES]))
                 while len(reading) > _NUM_THREADS + 1:
                     whole.update(reading.popleft().result())
         for digest in reading:
             whole.update(digest.result())
-    give_back()
+    if num_bytes > _CHUNK_BYTES:  # else it would take longer than the digest
+        give_back()
     return whole.hexdigest()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import json
+import logging
 import os
 import shutil
 import signal
@@ -122,7 +123,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_finish() -> None:
     """Where tests/run.py says when to start, wait for it."""
     gc.freeze()  # modules and thousands of tests are not looked at again
+    gc.set_threshold(20_000)
     gc.enable()
+    # Three times a test pytest gives its handlers to each logger that does not propagate. torch has
+    # dozens of them, for messages that are switched off.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     start = os.environ.get("PACELINE_TEST_START")
     if start is not None:
         os.read(int(start), 1)

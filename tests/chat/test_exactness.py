@@ -7,10 +7,10 @@ cluster.
 
 * Each method has a case of its own. Precision, batch, temperature and place are chosen so that
   every pair of their values is met, by a rule that depends on nothing but the catalogue
-  (:func:`tests.chat.suite.everyday_cases`). Nothing lands without these cases in four prompts of 24
-  tokens (test_exactness_in_full.py, marked slow). Here every eleventh of them is much shorter.
-  Methods that copy have 32 tokens of each prompt. The others compute a draft in every round, which
-  costs several times as much on a CPU: they have 12 tokens of one prompt, or 6 of each of four.
+  (:func:`tests.chat.suite.everyday_cases`). Nothing lands without them, of which `make test` runs
+  every eleventh. Methods that copy have 32 tokens of each prompt. The others compute a draft in
+  every round, which costs several times as much on a CPU: they have 12 tokens of one prompt, or 6
+  of each of four. With 32 prompts of 128 tokens they run at night.
 * Each method once more in the precision that people have, Q4_1, in a batch with sessions of other
   methods, at both temperatures.
 * AR's answers are computed once for each precision and temperature: 32 tokens of each prompt, of
@@ -108,7 +108,7 @@ def test_a_token_has_the_same_logits_however_many_are_verified_with_it(chat: Cha
 # --- tokens ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(11)  # all of them with more tokens: test_exactness_in_full.py
+@pytest.mark.one_of(1, slow=11)
 @pytest.mark.parametrize("case", EVERYDAY, ids=str)
 def test_tokens_are_those_of_ar(case: Case, chat: Chat) -> None:
     prompts: Sequence[int] = range(len(chat.prompts))

@@ -80,7 +80,7 @@ demo: $(STAMP) ## generate real text through a draft actor and a target actor on
 
 # Where Python may not write what it compiled, each of the processes compiles the packages anew: four
 # for the demo, hundreds for the tests.
-demo test test-slow test-nightly soak: export PYTHONDONTWRITEBYTECODE :=
+demo test test-slow test-all test-nightly soak: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: test
 test: $(STAMP) ## run the test suite (a quarter of an hour on 2 cores)
@@ -89,6 +89,10 @@ test: $(STAMP) ## run the test suite (a quarter of an hour on 2 cores)
 .PHONY: test-slow
 test-slow: $(STAMP) ## run what is left out of it: a wheel, a browser, a whole demo (about 14 minutes)
 	@$(BIN)/python tests/run.py --slow $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all: $(STAMP) ## both at once, in less time: they share imports, models and a Ray
+	@$(BIN)/python tests/run.py --all $(PYTEST_ARGS)
 
 # Arm's kernels run in an emulator where Debian's gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and
 # qemu-user are installed.
@@ -100,7 +104,7 @@ test-nightly: $(STAMP) ## run the long tests, which take hours
 .PHONY: soak
 soak: $(STAMP) ## a server under all sorts of clients for SOAK_S seconds (an hour), and SOAK_MESSAGES hostile ones
 	@PACELINE_SOAK_S=$(SOAK_S) PACELINE_HOSTILE_MESSAGES=$(SOAK_MESSAGES) \
-	  $(PYTEST) -m nightly tests/nightly/test_soak.py tests/nightly/test_hostile.py
+	  $(PYTEST) -n 2 -m nightly tests/nightly/test_soak.py tests/nightly/test_hostile.py
 
 # Triton is large and of no use to torch's builds for CPUs: it lies in an environment of its own, which
 # has everything else from .venv.
@@ -118,6 +122,7 @@ $(TRITON_STAMP): $(STAMP)
 .PHONY: test-triton
 test-triton: $(TRITON_STAMP) ## run the kernels for CUDA devices on the CPU, in Triton's interpreter
 	@TRITON_INTERPRET=1 $(TRITON_VENV)/bin/python -m pytest -p no:cacheprovider \
+	  -n $(or $(PYTEST_WORKERS),auto) --maxschedchunk=1 \
 	  tests/core/test_triton_kernels.py tests/core/test_gpu_writer.py $(PYTEST_ARGS)
 
 # vLLM and what it needs are large, and pin other versions than ours: an environment of its own.

@@ -32,7 +32,7 @@ from paceline.rpc.tenants import Quotas
 logger = logging.getLogger(__name__)
 
 SERVE_NAMESPACE = "serve"
-"""Where Serve registers its replicas. Its modules take seconds to import, and the ledger needs none."""
+"""Where Serve registers replicas. Its modules take seconds to import; the ledger needs none."""
 SYNC_S = 1.0
 """Seconds between two calls of a gateway that has nothing to ask."""
 TIMEOUT_S = 1.0

@@ -1,14 +1,14 @@
-"""What `make test` and `make test-slow` run: tests that start a Ray, and the others beside them.
+"""What `make test`, `make test-slow` and, for both, `make test-all` run.
 
-Tests with a Ray come one by one and wait for much of their time: for processes to start, and for
-Ray to notice things. The others, in several processes, use what that leaves of the machine, at a
-lower priority, so that Ray's own limits on time are kept. Those that compare times come last, with
-nothing beside them. The output of each part is shown when it has ended, that of the largest while
-it runs. A part that has not ended after ``PACELINE_TEST_LIMIT`` seconds (default 1,500; with
-`--slow` twice that) is stopped, after every thread of it has said where it is: pytest's own timeout
-does not see what hangs between tests or after the last one.
+Tests that start a Ray come one by one and wait for much of their time: for processes to start,
+and for Ray to notice things. The others, in several processes, use what that leaves of the machine,
+at a lower priority, so that Ray's own limits on time are kept. Those that compare times come last,
+with nothing beside them. The output of each part is shown when it has ended, that of the largest
+while it runs. A part that has not ended after ``PACELINE_TEST_LIMIT`` seconds (default 1,500; with
+`--slow` twice that, with `--all` three times) is stopped, after every thread of it has said where
+it is: pytest's own timeout does not see what hangs between tests or after the last one.
 
-    python tests/run.py [--slow] [pytest's arguments, for all of them]
+    python tests/run.py [--slow | --all] [pytest's arguments, for all of them]
 """
 
 from __future__ import annotations
@@ -97,12 +97,20 @@ def show(output: IO[str]) -> None:
     print(output.read(), flush=True)
 
 
-def main(arguments: Sequence[str], *, slow: bool = False) -> int:
+WHICH = {
+    "": ("not slow and not nightly", 1500),
+    "--slow": ("slow and not nightly", 3000),
+    "--all": ("not nightly", 4500),
+}
+"""By the option: the expression of marks, and seconds that the tests may take."""
+
+
+def main(arguments: Sequence[str], option: str = "") -> int:
     """Run all parts; the status of the worst."""
     begun = time.monotonic()
-    until = begun + float(os.environ.get("PACELINE_TEST_LIMIT") or (3000 if slow else 1500))
-    which = "slow and not nightly" if slow else "not slow and not nightly"
-    marks = ("slow",) if slow else ()
+    which, limit_s = WHICH[option]
+    until = begun + float(os.environ.get("PACELINE_TEST_LIMIT") or limit_s)
+    marks = ("slow",) if option == "--slow" else ()
     # More than there are cores: many tests wait for processes, or for a network that is slow. Each
     # takes 20 s to import and collect.
     workers = os.environ.get("PYTEST_WORKERS") or str(len(os.sched_getaffinity(0)) + 1)
@@ -156,4 +164,5 @@ def pytest_ended(codes: Sequence[int]) -> bool:
 
 if __name__ == "__main__":
     given = sys.argv[1:]
-    sys.exit(main([word for word in given if word != "--slow"], slow="--slow" in given))
+    options = [word for word in given if word in WHICH]
+    sys.exit(main([word for word in given if word not in WHICH], "".join(options)))

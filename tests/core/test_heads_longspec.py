@@ -359,7 +359,7 @@ def test_sessions_begin_with_cached_prompts(tmp_path: Path) -> None:
     assert second.stats.num_rounds == first.stats.num_rounds
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_learns_what_the_target_writes(tmp_path: Path) -> None:
     torch.manual_seed(0)
     head = LongSpec(demo_target(), LongSpecOptions())

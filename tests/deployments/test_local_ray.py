@@ -173,7 +173,7 @@ def start(command: list[str], environment: dict[str, str], until: str) -> subpro
     raise AssertionError(f"no {until!r} in {said}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_start_that_is_interrupted_or_killed_leaves_nothing(
     environment: dict[str, str], files: LocalFiles, tmp_path: Path
 ) -> None:

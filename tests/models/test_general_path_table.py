@@ -10,7 +10,7 @@ from tests.models import general_path_table
 from tests.modelzoo import MODEL_TYPES
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_table_is_up_to_date(tmp_path: Path) -> None:
     table = general_path_table.table(tmp_path)
     assert general_path_table.written() == table, "python -m tests.models.general_path_table"

@@ -123,9 +123,9 @@ def with_layer(kind: str, folder: Path) -> Path:
     return target
 
 
-# Tests with as many layers as the published models take their time.
-DEEP = ("deepseek_v3", "glm4_moe")
-KINDS = [pytest.param(kind, marks=pytest.mark.slow if kind in DEEP else ()) for kind in MAKERS]
+# Tests with as many layers as the published models take their time; two kinds have the same names.
+DEEP = {"deepseek_v3": pytest.mark.slow, "glm4_moe": pytest.mark.nightly}
+KINDS = [pytest.param(kind, marks=DEEP.get(kind, ())) for kind in MAKERS]
 
 
 @pytest.fixture(scope="module", params=KINDS)

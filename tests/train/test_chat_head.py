@@ -274,7 +274,7 @@ def test_a_block_drafts_what_follows_its_anchor(
     assert measured["accepted_length"] == 6.0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trained_blocks_draft_as_measured(talks: list[Talk], tmp_path: Path) -> None:
     trainer = block_trainer(without_what_is_stored(talks), tmp_path / "work")
     before = trainer.measure(talks[:12])["all"]["accepted_length"]

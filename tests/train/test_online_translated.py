@@ -284,7 +284,7 @@ def test_tokens_are_those_of_ar_while_drafter_and_head_learn(
         assert not session.stats.drafter_failures
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_is_accepted_after_learning(engine: Engine) -> None:
     """Of answers to questions, which are new to a drafter of code; on other questions."""
 

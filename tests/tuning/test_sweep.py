@@ -103,7 +103,7 @@ def test_from_a_space_to_a_file_that_can_be_served(
     assert {f.name: f.read_text() for f in (tmp_path / "sweep/trials").iterdir()} == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_draft_model_is_searched_too(
     ray_here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

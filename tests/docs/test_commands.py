@@ -13,6 +13,7 @@ A block that names the gateway's addresses gets a gateway in this process, with 
 
 from __future__ import annotations
 
+import glob
 import io
 import json
 import os
@@ -272,8 +273,8 @@ def run(command: Command, text: str, more: list[str]) -> None:
 
 def runs_here(words: list[str]) -> bool:
     """Whether this process, which has imported everything already, can run a command."""
-    if set(words) & {"|", "&&", ">"}:
-        return False
+    if set(words) & {"|", "&&", ">"} or any(glob.glob(word) for word in words if "*" in word):
+        return False  # the shell knows what to do with them
     return words[0] == "paceline" or (words[:2] == ["python", "-m"] and words[2] in HERE)
 
 

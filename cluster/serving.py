@@ -255,7 +255,7 @@ def _status(app: str) -> Any:
     """Serve's ``StatusOverview`` of an application, with its deployments; None without a Serve.
 
     Not from `serve.status()`: that has all settings of all deployments with it, for each of which
-    controller and caller pickle the router's source. It takes each of them 30 times as long.
+    controller and caller pickle the router's source.
     """
     from ray.serve.context import _get_global_client
 

@@ -170,4 +170,6 @@ def pytest_ended(codes: Sequence[int]) -> bool:
 if __name__ == "__main__":
     given = sys.argv[1:]
     options = [word for word in given if word in WHICH]
-    sys.exit(main([word for word in given if word not in WHICH], "".join(options)))
+    if len(options) > 1:
+        sys.exit("--slow and --all: one of them at a time")
+    sys.exit(main([word for word in given if word not in WHICH], *options))

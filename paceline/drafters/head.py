@@ -141,16 +141,11 @@ class HeadDrafter(Drafter):
         depth = greedy_chain_depth(sessions, budgets, stops=True)
         if not depth:
             return None
-        first, logits = self._begin(sessions, self._head.best_first)
         limits = stop_below(sessions, depth)
-        states = self._states_of(sessions)
-        if limits is None:
-            chains = self._head.greedy_chains(states, first, depth)
-        else:
-            unsure = self._head.confidence(logits) < limits[0]
-            depth = 1 if unsure.all() else depth
-            chains = self._head.greedy_chains(states, first, depth, limits[1:])
-            chains[unsure, 1:] = -1
+        chains = self._begin(
+            sessions,
+            lambda states, features, ids: self._head.chains(states, features, ids, depth, limits),
+        )
         sizes = [min(budget.depth, budget.nodes) for budget in budgets]
         return [
             Draft.chain(chain[chain >= 0][:size]) for chain, size in zip(chains, sizes, strict=True)
@@ -175,7 +170,7 @@ class HeadDrafter(Drafter):
         return self._begin(sessions, self._head.root)
 
     def _begin(self, sessions: Sequence[SessionView], read: Callable[..., T]) -> T:
-        """Have the head read what was committed, with its ``root`` or ``best_first``."""
+        """Have the head read what was committed, with its ``root`` or ``chains``."""
         features, following = [], []
         for session in sessions:
             reading = self._readings[session.session_id]

@@ -175,7 +175,7 @@ class NativeOps:
             final_norm: None where logits come from the last state as it is.
             rows: of the given tokens and then of all further steps, one step after the other.
             given: the tokens that each sequence has not seen, at least one; exactly one with
-                ``states`` or ``fuse``.
+                ``states``.
             states: filled with what comes out of each layer.
                 # [num_steps, num_layers, num_sequences, hidden]
             fuse: for drafters that read features; see there.
@@ -189,7 +189,8 @@ class NativeOps:
         """
         count, sizes = len(given), [len(tokens) for tokens in given]
         model, layers = self._table(stack, keys.shape[1], sum(sizes), rows.longest)
-        assert sum(sizes) == count or (states is None and fuse is None)
+        assert sum(sizes) == count or states is None
+        assert fuse is None or len(fuse.features) == sum(sizes)
         flat = np.fromiter(chain.from_iterable(given), np.int64, sum(sizes))
         ends = np.cumsum(sizes, dtype=np.int32) - np.int32(1)
         paths = path_addresses(rows)

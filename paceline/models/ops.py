@@ -159,12 +159,13 @@ class Fuse(NamedTuple):
     """The input of layer ``layer`` is ``weight @ [state; feature] + bias``.
 
     The state is what the layers before it make of the token; at the first layer, its embedding. The
-    feature of a step is the last state of the step before; ``features`` is the first one's.
+    feature of a step is the last state of the step before; ``features`` has those of the first
+    step. After the chain its first rows are that step's last states, one for each sequence.
     """
 
     weight: Weight  # [hidden, 2 * hidden]
     bias: Tensor | None
-    features: Tensor  # [num_sequences, hidden]
+    features: Tensor  # [num_given, hidden]
     layer: int = 0
 
 

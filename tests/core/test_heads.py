@@ -130,6 +130,10 @@ def test_drafting_leaves_nothing_in_what_was_committed(
     state, fresh = head.new_state(), head.new_state()
     ends = [3, 4, 9, 12]
     for first, end in zip([0, *ends], ends, strict=False):
+        if end == 9:  # a piece that is not the last one
+            ids = texts.token_ids[1, first + 1 : end + 1].tolist()
+            head.chains([state], [texts.hidden[1, first:end]], [ids], 3)
+            continue
         pieces = read_up_to(head, state, texts, 1, first, end)
         head.expand([state], [[(0, 5, -1), (1, 9, -1)]])
         head.expand([state], [[(2, 5, 0), (3, 9, 1), (4, 5, 1)]])
@@ -163,10 +167,9 @@ def test_sessions_of_a_batch_draft_as_they_do_alone(
         following = [texts.token_ids[row, 1 : sizes[row] + 1].tolist() for row in rows]
         root = head.root(states, features, following)
         below = head.expand(states, [[(0, 3 + row, -1)] for row in rows])
-        head.root(states, [texts.hidden[r, sizes[r] : sizes[r] + 1] for r in rows], [
+        chains = head.chains(states, [texts.hidden[r, sizes[r] : sizes[r] + 1] for r in rows], [
             texts.token_ids[r, sizes[r] + 1 : sizes[r] + 2].tolist() for r in rows
-        ])  # fmt: skip
-        chains = head.greedy_chains(states, [11] * len(rows), depth)
+        ], depth)  # fmt: skip
         for state in states:
             head.free(state)
         return root, below, chains
@@ -186,24 +189,26 @@ def test_chains_in_one_go_equal_chains_step_by_step(
     """Also where a token of a probability below the limit ends a chain."""
     head = _loaded(kind, tiny_folder, tiny)
     for depth in sorted({1, 2, min(head.max_depth or 6, 6)}):
-        limits = None if limit is None else np.full((depth - 1, 2), limit, np.float32)
+        limits = None if limit is None else np.full((depth, 2), limit, np.float32)
         states = [head.new_state(), head.new_state()]
         features = [texts.hidden[0, :9], texts.hidden[1, :5]]
         following = [texts.token_ids[0, 1:10].tolist(), texts.token_ids[1, 1:6].tolist()]
-        first = head.root(states, features, following).argmax(-1).tolist()
-        chains = head.greedy_chains(states, first, depth, limits)
+        chains = head.chains(states, features, following, depth, limits)
         for state in states:
             head.free(state)
         states = [head.new_state(), head.new_state()]
-        head.root(states, features, following)
-        expected = Head.greedy_chains(head, states, first, depth, limits)
+        logits = head.root(states, features, following)
+        first, later = logits.argmax(-1).tolist(), None if limits is None else limits[1:]
+        unsure = head.confidence(logits) < (0.0 if limits is None else limits[0])
+        expected = Head.greedy_chains(head, states, first, depth, later)
+        expected[unsure, 1:] = -1
         for state in states:
             head.free(state)
         assert chains.shape == (2, depth)
         assert chains.tolist() == expected.tolist()
         lengths = (chains >= 0).sum(1).tolist()
         if limit != 0.008:
-            assert lengths == [min(depth, 2) if limit == 1.0 else depth] * 2
+            assert lengths == [1 if limit == 1.0 else depth] * 2
 
 
 def _kept_entries(head: Head) -> int:

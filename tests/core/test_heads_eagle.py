@@ -78,8 +78,7 @@ def test_chains_equal_the_training_forward(head: Eagle, batch: HeadBatch) -> Non
         state = head.new_state()
         following = batch.token_ids[0, 1 : places + 1].tolist()
         features = batch.hidden[0, :places]
-        first = head.root([state], [features], [following]).argmax(-1).tolist()
-        (chain,) = head.greedy_chains([state], first, STEPS + 1).tolist()
+        (chain,) = head.chains([state], [features], [following], STEPS + 1).tolist()
         head.free(state)
         padded = torch.cat([features, torch.zeros(STEPS, features.shape[1])])[None]
         fed = torch.tensor([[*following, *chain[:-1]]])
@@ -101,18 +100,17 @@ def test_the_kernel_makes_chains_in_one_call(
 
     state = head.new_state()
     following = batch.token_ids[0, 1:9].tolist()
-    first = head.root([state], [batch.hidden[0, :8]], [following]).argmax(-1).tolist()
+    given = [batch.hidden[0, :8]], [following]
     monkeypatch.setattr(head.stack.ops, "run_layers", counted)
-    chain = head.greedy_chains([state], first, 6).tolist()
-    assert runs == (0 if isinstance(head.stack.ops, NativeOps) else 5)
+    chain = head.chains([state], *given, 6).tolist()
+    assert runs == (0 if isinstance(head.stack.ops, NativeOps) else 6)
     monkeypatch.undo()
     head.root([state], [batch.hidden[0, 8:9]], [[9]])  # the drafted entries go
     assert state.sequence.length == 9
     assert not state.sequence.num_pending
     head.free(state)
     again = head.new_state()
-    head.root([again], [batch.hidden[0, :8]], [following])
-    assert Head.greedy_chains(head, [again], first, 6).tolist() == chain
+    assert Head.chains(head, [again], *given, 6).tolist() == chain
     head.free(again)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,8 @@ from paceline.errors import InvalidArgument
 from paceline.models.heads.base import HeadTarget, confidence, load_head
 from paceline.models.heads.eagle3 import Eagle3
 from paceline.models.llama import LlamaRunner
-from tests.core.toy_heads import read
+from paceline.types import FloatArray
+from tests.core.toy_heads import read as read_texts
 from tests.heads import untrained
 
 STEPS = 4
@@ -50,7 +52,7 @@ def head(
 def test_drafting_equals_the_training_forward(head: Eagle3, tiny: LlamaRunner) -> None:
     """Chains and single nodes, from several places on."""
     ids = torch.randint(0, 256, (1, 24), generator=torch.Generator().manual_seed(1))
-    batch = read(tiny, ids)
+    batch = read_texts(tiny, ids)
     assert batch.layer_states is not None
     features = head.select(batch.layer_states[:, :-1])  # [1, length, 2 * hidden]
     places = 9
@@ -66,9 +68,17 @@ def test_drafting_equals_the_training_forward(head: Eagle3, tiny: LlamaRunner) -
 
     head.prepare()
     output = head.output
+    read = [features[0, :places]], [following]
+
+    def drafted(limits: FloatArray | None = None) -> list[int]:
+        state = head.new_state()
+        (chain,) = head.chains([state], *read, STEPS, limits).tolist()
+        head.free(state)
+        return [token for token in chain if token >= 0]
+
+    chain = drafted()
     state = head.new_state()
-    root = head.root([state], [features[0, :places]], [following])
-    (chain,) = head.greedy_chains([state], root.argmax(-1).tolist(), STEPS).tolist()
+    root = head.root([state], *read)
     nodes = [
         head.expand([state], [[(node, token, node - 1)]])[0]
         for node, token in enumerate(chain[:-1])
@@ -79,12 +89,11 @@ def test_drafting_equals_the_training_forward(head: Eagle3, tiny: LlamaRunner) -
     assert wanted.argmax(-1).tolist() == chain
     assert torch.isfinite(root[0]).sum() == len(head.vocabulary)
     head.output = output
-    state = head.new_state()
-    first, logits = head.best_first([state], [features[0, :places]], [following])
-    head.free(state)
-    assert first == chain[:1]
-    assert torch.equal(logits[0], root[0][head.vocabulary])
-    assert confidence(logits) == pytest.approx(confidence(root), rel=1e-5)
+    sure = float(confidence(root)[0])
+    for share, length in ((0.999, STEPS), (1.001, 1)):
+        limits = np.zeros((STEPS, 1), np.float32)
+        limits[0] = share * sure
+        assert drafted(limits) == chain[:length]
 
 
 def test_a_head_is_read_back_with_its_vocabulary(

@@ -306,20 +306,34 @@ class Head(nn.Module, ABC):
                 for which there are no features yet.  # [n]
         """
 
-    def best_first(
+    def chains(
         self,
         states: Sequence[State],
         features: Sequence[Tensor],
         token_ids: Sequence[Sequence[int]],
-    ) -> tuple[list[int], Tensor]:
-        """As :meth:`root`, for chains by argmax.
+        depth: int,
+        stop_below: FloatArray | None = None,
+    ) -> IntArray:
+        """As :meth:`root`, and chains by argmax behind it.
+
+        Args:
+            stop_below: a chain ends after a token whose probability is less than this.
+                # [depth, num_sessions]
 
         Returns:
-            The best token after each session's last one, and the logits that say so, of the tokens
-            that the head can draft.  # [num_sessions], [num_sessions, n]
+            -1 behind the end of a chain.  # [num_sessions, depth]
         """
         logits = self.root(states, features, token_ids)
-        return argmax_rows(logits), logits
+        first = argmax_rows(logits)
+        if stop_below is None:
+            return self.greedy_chains(states, first, depth)
+        unsure = self.confidence(logits) < stop_below[0]
+        chains = (
+            np.array([first] * depth, np.int64).T if unsure.all()
+            else self.greedy_chains(states, first, depth, stop_below[1:])
+        )  # fmt: skip
+        chains[unsure, 1:] = -1
+        return chains
 
     @abstractmethod
     def expand(self, states: Sequence[State], frontiers: Sequence[Frontier]) -> Tensor:

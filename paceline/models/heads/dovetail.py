@@ -13,16 +13,14 @@ tokens and one feature for each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.heads.base import Head, HeadTarget
-from paceline.models.heads.eagle import Eagle, EagleOptions, EagleState
-from paceline.types import FloatArray, IntArray
+from paceline.models.heads.base import HeadTarget
+from paceline.models.heads.eagle import Eagle, EagleOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +35,7 @@ class Dovetail(Eagle):
 
     kind = "dovetail"
     Options = DovetailOptions
+    kernel_has_it = False
 
     def __init__(self, target: HeadTarget, options: DovetailOptions) -> None:
         super().__init__(target, options)
@@ -57,13 +56,3 @@ class Dovetail(Eagle):
 
     def prepare(self) -> None:
         self.stack = self.new_stack()
-
-    def greedy_chains(
-        self,
-        states: Sequence[EagleState],
-        first: Sequence[int],
-        depth: int,
-        stop_below: FloatArray | None = None,
-    ) -> IntArray:
-        # The kernel has no such gate.
-        return Head.greedy_chains(self, states, first, depth, stop_below)

@@ -75,6 +75,8 @@ class Eagle(Head):
     _fc: tuple[Weight, Tensor] | None = None  # packed
     output: Output | None = None
     """Makes logits in a chain; None is the target's output layer."""
+    kernel_has_it: ClassVar[bool] = True
+    """Whether a chain that a kernel drafts is the head's."""
 
     def __init__(self, target: HeadTarget, options: EagleOptions) -> None:
         super().__init__(target, options)
@@ -272,23 +274,28 @@ class Eagle(Head):
             x = self.stack.run(x, rows, 0, first)
         return self.stack.run(self.inputs(x, features), rows, first)
 
-    def greedy_chains(
+    def chains(
         self,
         states: Sequence[EagleState],
-        first: Sequence[int],
+        features: Sequence[Tensor],
+        token_ids: Sequence[Sequence[int]],
         depth: int,
         stop_below: FloatArray | None = None,
     ) -> IntArray:
-        if depth < 2:
-            return super().greedy_chains(states, first, depth)
-        features = torch.stack([state.feature[-1] for state in states])
+        if not self.kernel_has_it or not self.stack.has_chains(self.target):
+            return super().chains(states, features, token_ids, depth, stop_below)
+        for state in states:
+            self.stack.commit(state.sequence, ())
         assert self._fc is not None
+        given = self.read(torch.cat([*features]))
         tokens = self.stack.greedy_chain(
-            [state.sequence for state in states], first, depth - 1, self.target,
-            Fuse(*self._fc, features, len(self.shallow)), self.output, stop_below,
+            [state.sequence for state in states], token_ids, depth, self.target,
+            Fuse(*self._fc, given, len(self.shallow)), self.output, stop_below,
         )  # fmt: skip
-        if tokens is None:
-            return super().greedy_chains(states, first, depth, stop_below)
+        # The first rows of what was given are the first step's states now.
+        for state, ids, last in zip(states, token_ids, given, strict=False):
+            self.stack.commit(state.sequence, range(len(ids)))
+            state.feature, state.entry = {-1: last}, {-1: -1}
         return tokens.T
 
 

@@ -32,14 +32,12 @@ from paceline.models.heads.eagle import (
     MEASURED_DEPTH,
     Eagle,
     EagleOptions,
-    EagleState,
     unrolled_mask,
 )
 from paceline.models.heads.layer import TargetLayers, layer_ops
 from paceline.models.heads.published_eagle import PublishedEagle3, layout_like_target
 from paceline.models.ops import Output
 from paceline.models.packing import Weight
-from paceline.sampling import argmax_rows
 from paceline.types import Need
 
 
@@ -140,16 +138,6 @@ class Eagle3(Eagle):
         eps = self.target.config.rms_norm_eps
         rows = self.stack.ops.rmsnorm(drafted, self.norm.weight, eps)
         return self.stack.ops.linear(rows, self.output.weight).float()
-
-    def best_first(
-        self,
-        states: Sequence[EagleState],
-        features: Sequence[Tensor],
-        token_ids: Sequence[Sequence[int]],
-    ) -> tuple[list[int], Tensor]:
-        logits = self._fast_logits(self._begin(states, features, token_ids))
-        best: list[int] = self.vocabulary[argmax_rows(logits)].tolist()
-        return best, logits
 
     def loss(self, batch: HeadBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         return unrolled_loss(self, batch)

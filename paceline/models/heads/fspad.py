@@ -10,15 +10,13 @@ paper does not give the layers' shapes; those here are our own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.heads.base import Head, HeadTarget
-from paceline.models.heads.eagle import Eagle, EagleOptions, EagleState
-from paceline.types import FloatArray, IntArray
+from paceline.models.heads.base import HeadTarget
+from paceline.models.heads.eagle import Eagle, EagleOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +38,7 @@ class Fspad(Eagle):
 
     kind = "fspad"
     Options = FspadOptions
+    kernel_has_it = False
 
     def __init__(self, target: HeadTarget, options: FspadOptions) -> None:
         super().__init__(target, options)
@@ -64,13 +63,3 @@ class Fspad(Eagle):
         return super().logits(
             drafted + self.decouple(drafted) if self.options.partial_alignment else drafted
         )
-
-    def greedy_chains(
-        self,
-        states: Sequence[EagleState],
-        first: Sequence[int],
-        depth: int,
-        stop_below: FloatArray | None = None,
-    ) -> IntArray:
-        # The kernel has no such layers.
-        return Head.greedy_chains(self, states, first, depth, stop_below)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -258,42 +257,45 @@ class LayerStack:
         self.ops.run_layers(self.stack, first, last, x, self.pool.keys, self.pool.values, rows)
         return x
 
+    def has_chains(self, target: HeadTarget) -> bool:
+        """Whether :meth:`greedy_chain` works: it needs the C kernels."""
+        return isinstance(self.ops, NativeOps) and target.packed_lm_head is not None
+
     def greedy_chain(
         self,
         sequences: Sequence[PooledSequence],
-        tokens: Sequence[int],
+        given: Sequence[Sequence[int]],
         num_steps: int,
         target: HeadTarget,
         fuse: Fuse,
         output: Output | None = None,
         stop_below: FloatArray | None = None,
-    ) -> IntArray | None:
-        """Continue sequences by argmax, all steps in one call.
+    ) -> IntArray:
+        """Give sequences some tokens and continue each by argmax, all steps in one call.
 
         The new entries are pending, after pending ones that are a chain.
 
         Args:
-            tokens: what follows the last entry of each sequence.
+            given: what follows the last entry of each sequence, at least one token.
             fuse: makes the input of a step from the token and the state of the step before.
             output: makes logits from a state; None is the target's output layer.
             stop_below: a sequence ends after a token whose probability is less than this.
                 # [num_steps, num_sequences]
 
         Returns:
-            ``tokens`` and after it the new ones, -1 behind the end of a sequence; the last of
-            them gets no entry. None where the C
-            kernels are not there; nothing is appended then.  # [num_steps + 1, num_sequences]
+            The new tokens, -1 behind the end of a sequence; the last of them gets no entry.
+            # [num_steps, num_sequences]
         """
-        if not isinstance(self.ops, NativeOps) or target.packed_lm_head is None:
-            return None
-        output = output or Output(None, target.packed_lm_head, None)
-        rows = append_chains(self.pool, sequences, [1] * len(sequences), num_steps)
-        new = self.ops.greedy_chain(
+        assert isinstance(self.ops, NativeOps)
+        if output is None:
+            assert target.packed_lm_head is not None
+            output = Output(None, target.packed_lm_head, None)
+        rows = append_chains(self.pool, sequences, [*map(len, given)], num_steps)
+        return self.ops.greedy_chain(
             self.stack, len(self.stack.layers), target.embedding, output.norm, output.weight,
-            self.pool.keys, self.pool.values, rows, [[token] for token in tokens], num_steps,
+            self.pool.keys, self.pool.values, rows, given, num_steps,
             fuse=fuse, vocabulary=output.vocabulary, stop_below=stop_below,
         )  # fmt: skip
-        return np.concatenate([[tokens], new])
 
     def commit(self, sequence: PooledSequence, entries: Sequence[int]) -> None:
         """Keep a path of pending entries, free the other ones."""

@@ -28,11 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import InvalidArgument
-from paceline.models.heads.base import Frontier, Head, HeadTarget
+from paceline.models.heads.base import Frontier, HeadTarget
 from paceline.models.heads.eagle import Eagle, EagleOptions
 from paceline.models.heads.layer import rotate
 from paceline.models.llama_config import LlamaConfig
-from paceline.types import FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +258,7 @@ class Linearized(Eagle):
 
     kind = "linearized"
     Options = LinearizedOptions
+    kernel_has_it = False
 
     def __init__(self, target: HeadTarget, options: LinearizedOptions) -> None:
         for name in ("group", "taps"):
@@ -349,13 +349,3 @@ class Linearized(Eagle):
 
     def _embed(self, token_ids: Sequence[int]) -> Tensor:
         return self.target.embed(torch.tensor(token_ids, device=self.target.embedding.device))
-
-    def greedy_chains(  # type: ignore[override]
-        self,
-        states: Sequence[LinearizedState],
-        first: Sequence[int],
-        depth: int,
-        stop_below: FloatArray | None = None,
-    ) -> IntArray:
-        # The kernel has no such layers.
-        return Head.greedy_chains(self, states, first, depth, stop_below)

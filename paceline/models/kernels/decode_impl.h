@@ -485,10 +485,10 @@ EXPORT void NAME(finish_logits)(const struct model *m, ELEM *logits, size_t coun
  * final_norm: NULL if logits come from the last state as it is.
  * vocabulary: the token of each of the head's `vocab` logits, or NULL if they are all tokens.
  * states: filled with the residual stream after each layer, [steps, num_layers, count, hidden], or NULL.
- * With states or fuse, each sequence is given one token.
+ * With states, each sequence is given one token.
  * fuse: with it, the input of layer fuse_at is fuse * [state before that layer, feature]; the layers before
  * it read the token alone. The feature is the state of the step before; for the first step, features
- * ([count, hidden]) has it.
+ * ([num_given, hidden]) has it. Afterwards its first `count` rows are that step's last states.
  * stop_below: [steps, count] or NULL. With it, a sequence ends after a token whose probability is less, and
  * lengths ([count], each `steps` at first) becomes the number of its tokens.
  * Returns non-zero if memory runs out. */
@@ -498,16 +498,16 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
                               ELEM *keys, ELEM *values, const struct rows *rows,
                               const int64_t *given, int num_given, const int32_t *ends,
                               int count, int steps, int64_t *tokens, ELEM *states, const struct weight *fuse, int fuse_at,
-                              const ELEM *fuse_bias, const ELEM *features, const float *stop_below, int32_t *lengths)
+                              const ELEM *fuse_bias, ELEM *features, const float *stop_below, int32_t *lengths)
 {
     const struct NAME(joint) none = {NULL, 1.0f, m->eps};
     const size_t hidden = m->hidden, bytes = hidden * sizeof(ELEM);
-    const size_t size = num_given * bytes + count * (3 * bytes + vocab * sizeof(ELEM));
+    const size_t size = num_given * 3 * bytes + count * (bytes + vocab * sizeof(ELEM));
     ELEM *x = aligned_alloc(64, (size + 63) & ~(size_t)63);
     if (!x)
         return 1;
     ELEM *normed = x + num_given * hidden, *both = normed + count * hidden;
-    ELEM *logits = both + count * 2 * hidden;
+    ELEM *logits = both + num_given * 2 * hidden;
     int failed = 0, left = count, at = 0;
     for (int s = 0; s < steps && left && !failed; s++) {
         const int num_rows = s ? count : num_given;
@@ -518,7 +518,7 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
             rows->adapters ? rows->adapters + at : NULL,
         };
         if (fuse)
-            for (int r = 0; r < count; r++)
+            for (int r = 0; r < num_rows; r++)
                 memcpy(both + (2 * r + 1) * hidden, (s ? x : features) + r * hidden, bytes);
         for (int r = 0; r < num_rows; r++)
             memcpy(x + r * hidden, embedding + in[r] * hidden, bytes);
@@ -526,9 +526,9 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
         if (first)
             failed = NAME(run_layers)(m, layers, 0, first, x, keys, values, &step, NULL);
         if (fuse) {
-            for (int r = 0; r < count; r++)
+            for (int r = 0; r < num_rows; r++)
                 memcpy(both + 2 * r * hidden, x + r * hidden, bytes);
-            failed |= NAME(linear)(both, fuse->packed, (int)fuse->packing, fuse_bias, x, count,
+            failed |= NAME(linear)(both, fuse->packed, (int)fuse->packing, fuse_bias, x, num_rows,
                                    2 * m->hidden, m->hidden, m->threads);
         }
         failed |= NAME(run_layers)(m, layers, first, num_layers, x, keys, values, &step,
@@ -536,6 +536,8 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
         if (num_rows > count)
             for (int r = 0; r < count; r++)
                 memmove(x + r * hidden, x + ends[r] * hidden, bytes);
+        if (fuse && s == 0)
+            memcpy(features, x, count * bytes);
         if (final_norm)
             NAME(add_rmsnorm)(x, NULL, none, final_norm, normed, count, m->hidden, m->eps);
         failed |= NAME(linear)(final_norm ? normed : x, head->packed, (int)head->packing, NULL, logits,

@@ -502,12 +502,13 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
 {
     const struct NAME(joint) none = {NULL, 1.0f, m->eps};
     const size_t hidden = m->hidden, bytes = hidden * sizeof(ELEM);
-    const size_t size = num_given * 3 * bytes + count * (bytes + vocab * sizeof(ELEM));
+    const size_t pairs = fuse ? 2 * (size_t)num_given : 0;
+    const size_t size = (num_given + count + pairs) * bytes + count * vocab * sizeof(ELEM);
     ELEM *x = aligned_alloc(64, (size + 63) & ~(size_t)63);
     if (!x)
         return 1;
     ELEM *normed = x + num_given * hidden, *both = normed + count * hidden;
-    ELEM *logits = both + num_given * 2 * hidden;
+    ELEM *logits = both + pairs * hidden;
     int failed = 0, left = count, at = 0;
     for (int s = 0; s < steps && left && !failed; s++) {
         const int num_rows = s ? count : num_given;

@@ -182,14 +182,23 @@ def test_sessions_of_a_batch_draft_as_they_do_alone(
 
 
 @pytest.mark.parametrize("kind", READERS)
-@pytest.mark.parametrize("limit", [None, 0.0, 0.008, 1.0])
+@pytest.mark.parametrize(
+    ("first_limit", "limit"), [(0, None), (0, 0.0), (0.008, 0.008), (0, 1.0), (1.0, 1.0)]
+)
 def test_chains_in_one_go_equal_chains_step_by_step(
-    kind: str, limit: float | None, tiny_folder: Path, tiny: LlamaRunner, texts: HeadBatch
+    kind: str,
+    first_limit: float,
+    limit: float | None,
+    tiny_folder: Path,
+    tiny: LlamaRunner,
+    texts: HeadBatch,
 ) -> None:
     """Also where a token of a probability below the limit ends a chain."""
     head = _loaded(kind, tiny_folder, tiny)
     for depth in sorted({1, 2, min(head.max_depth or 6, 6)}):
         limits = None if limit is None else np.full((depth, 2), limit, np.float32)
+        if limits is not None:
+            limits[0] = first_limit
         states = [head.new_state(), head.new_state()]
         features = [texts.hidden[0, :9], texts.hidden[1, :5]]
         following = [texts.token_ids[0, 1:10].tolist(), texts.token_ids[1, 1:6].tolist()]
@@ -199,7 +208,7 @@ def test_chains_in_one_go_equal_chains_step_by_step(
         states = [head.new_state(), head.new_state()]
         logits = head.root(states, features, following)
         first, later = logits.argmax(-1).tolist(), None if limits is None else limits[1:]
-        unsure = head.confidence(logits) < (0.0 if limits is None else limits[0])
+        unsure = head.confidence(logits) < first_limit
         expected = Head.greedy_chains(head, states, first, depth, later)
         expected[unsure, 1:] = -1
         for state in states:
@@ -208,7 +217,8 @@ def test_chains_in_one_go_equal_chains_step_by_step(
         assert chains.tolist() == expected.tolist()
         lengths = (chains >= 0).sum(1).tolist()
         if limit != 0.008:
-            assert lengths == [1 if limit == 1.0 else depth] * 2
+            ends = 1 if first_limit == 1.0 else 2 if limit == 1.0 else depth
+            assert lengths == [min(depth, ends)] * 2
 
 
 def _kept_entries(head: Head) -> int:

@@ -26,8 +26,8 @@ DEMO_MODEL_ARGS ?=
 WHEEL_MACHINES ?= x86_64 aarch64
 
 # Quiet pip, visible progress: one line that changes on a terminal, a line per package elsewhere.
-# Errors stay; pip's warnings are about the user's own pip settings.
-PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install
+# Errors stay; pip's warnings are about the user's own pip settings. pip would compile with one core.
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --no-compile
 QUIET := 2> >(grep -v '^WARNING: ' >&2)
 PROGRESS := awk -v tty="$$([ -t 2 ] && echo 1 || echo 0)" \
 	'/^ *(Downloading|Building|Installing|Preparing)/ { $$1 = $$1; line = substr($$0, 1, 76); \
@@ -68,7 +68,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(PIP) -c constraints.txt "$$pin" "$$(grep -i '^setuptools==' constraints.txt)" $(QUIET) | $(PROGRESS); \
 	echo "[3/4] Paceline and $$(grep -c == constraints.txt) packages"; \
 	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]' $(QUIET) | $(PROGRESS); \
-	$(BIN)/python -m compileall -q paceline rpc deployments cluster tuning; \
+	$(BIN)/python -m compileall -qq -j 0 -x '/tests?/' paceline rpc deployments cluster tuning \
+	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true; \
 	wait $$kernels || echo "without kernels Paceline computes with torch, more slowly:"; \
 	echo "[4/4] kernels: $$(tail -n 1 $$said)"; \
 	$(BIN)/paceline models get smollm2 > /dev/null || echo "without SmolLM2, whose tests are skipped"; \
@@ -116,7 +117,7 @@ $(TRITON_STAMP): $(STAMP)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c "$$packages")')" \
 	  > "$$($(TRITON_VENV)/bin/python -c "$$packages")/paceline.pth"; \
 	$(BIN)/python -m pip --disable-pip-version-check --no-input --python "$(TRITON_VENV)/bin/python" \
-	  install --no-deps "$$pin" $(QUIET) | $(PROGRESS); \
+	  install --no-compile --no-deps "$$pin" $(QUIET) | $(PROGRESS); \
 	touch $@
 
 .PHONY: test-triton
@@ -146,7 +147,7 @@ $(DOCS_STAMP): constraints-docs.txt
 	@rm -rf "$(DOCS_VENV)"; \
 	echo "[1/1] $(DOCS_VENV): $$(grep -c == constraints-docs.txt) packages (about 100 MB)"; \
 	$(or $(PYTHON),python3.11) -m venv "$(DOCS_VENV)"; \
-	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --no-deps \
+	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --no-compile --no-deps \
 	  -r constraints-docs.txt $(QUIET) | $(PROGRESS); \
 	touch $@
 

@@ -404,7 +404,7 @@ def test_limit_and_long_prompts(target: Path, tmp_path: Path) -> None:
 @pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    "rate", [0.7, *(pytest.param(end, marks=pytest.mark.slow) for end in (0.0, 1.0))]
+    "rate", [0.7, *(pytest.param(end, marks=pytest.mark.nightly) for end in (0.0, 1.0))]
 )
 def test_synthetic_drafts_are_right_as_often_as_asked_and_change_no_token(
     rate: float, temperature: float, target: Path, questions: Path

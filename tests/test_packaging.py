@@ -255,7 +255,7 @@ def make_stranger(folder: Path) -> Path:
     return wheel
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_installed_beside_packages_of_the_folders_names(wheel: Path, tmp_path: Path) -> None:
     site, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
@@ -401,7 +401,7 @@ def test_a_client_of_a_server_needs_no_torch() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_file_of_a_checkout_is_imported_under_two_names() -> None:
     """A folder and the link to it are both importable; a registry imported twice has two states."""
     found = python(

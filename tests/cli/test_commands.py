@@ -234,7 +234,7 @@ def test_doctor_names_the_variant_its_class_and_its_share_of_the_roofline() -> N
     assert "sse9" in wrong["detail"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_doctor_tells_how_many_threads_and_why(own_cache: Path) -> None:
     first = doctor_says("check_threads", PACELINE_MEASURE="on")
     for part in ("costs: measured in", "processors:", "verify ms by rows:", "threads:", "rows:"):
@@ -301,6 +301,7 @@ def test_console_script_generates_in_a_process_of_its_own() -> None:
     assert result.stderr == ""
 
 
+@pytest.mark.slow
 def test_generate_needs_neither_ray_nor_grpc() -> None:
     result = paceline("generate", "import os\n", "-n", 4, "--json", code=BLOCK_SERVING)
     assert result.returncode == 0, result.stderr

@@ -78,6 +78,7 @@ def test_what_computes_layers_of_its_own_takes_plain_types(zoo: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("ops", ["native", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", DIFFERENT_KINDS)
@@ -134,7 +135,7 @@ def suite_of(zoo: Path) -> Callable[[str], Suite]:
     return suite
 
 
-@pytest.mark.one_of(29, slow=5)
+@pytest.mark.one_of(29, slow=9)
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(("method", "variant"), CASES)
 @pytest.mark.parametrize("kind", DIFFERENT_KINDS)
@@ -324,6 +325,7 @@ OVERRIDES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OVERRIDES)
 def test_other_values_of_what_is_declared(case: str, zoo: Path) -> None:
     kind, overrides = OVERRIDES[case]

@@ -215,7 +215,7 @@ def test_kv_after_commit_is_that_of_a_fresh_prefill(runner: LlamaRunner) -> None
     check()
 
 
-@pytest.mark.one_of(1, slow=3)
+@pytest.mark.one_of(1, slow=5)
 def test_two_forwards_may_grow_one_tree(runner: LlamaRunner) -> None:
     """How an expanding drafter works: each level in a forward of its own."""
 

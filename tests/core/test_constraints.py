@@ -117,7 +117,7 @@ def exact_methods(demo: Engine) -> list[str]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.one_of(3)
 @pytest.mark.parametrize("kind", CONSTRAINTS)
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def test_more_tolerance_accepts_more(engine: Engine, prompts: list[list[int]]) -
     assert grid[-1][-1] > grid[0][0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tolerance_finds_other_right_translations() -> None:
     """What it changes is which of two translations a part has, not whether it is right."""
     exact = measure(TRANSLATION_DIR, parse_speculation(FIXED), count=30)

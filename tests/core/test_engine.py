@@ -214,7 +214,7 @@ def test_cancelling_another_session_from_an_event(tiny_folder: Path, reference: 
 # --- truncation ------------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(5, slow=2)
+@pytest.mark.one_of(5, slow=3)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", LOCAL_METHODS)
 def test_truncate_and_go_on(
@@ -265,7 +265,7 @@ def test_truncate_checks_its_arguments(tiny_folder: Path) -> None:
 # --- ends ------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(5, slow=3)
+@pytest.mark.one_of(5, slow=5)
 @pytest.mark.parametrize("method", LOCAL_METHODS)
 @pytest.mark.parametrize("prompt_length", [40, 60, 63])
 def test_a_full_context_ends_with_length(method: str, prompt_length: int, zoo: Path) -> None:
@@ -483,7 +483,7 @@ def test_text_held_back_survives_a_truncation(story: Story) -> None:
 # --- events ----------------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(1, slow=3)
+@pytest.mark.one_of(1, slow=5)
 @pytest.mark.parametrize("method", LOCAL_METHODS)
 def test_events_tell_the_whole_story(method: str, tiny_folder: Path) -> None:
     small = small_engine(tiny_folder)

@@ -157,7 +157,7 @@ def same_bits(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> bool:
 # --- C against NumPy ---------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(3, slow=2)
 def test_c_and_numpy_agree_in_every_bit(library: Native, with_each: Callable) -> None:
     rng = np.random.default_rng(3)
     some = rng.permutation(151_936)[:1000]

@@ -43,7 +43,7 @@ def short_suite(demo: Engine) -> Suite:
     return Suite(demo, 8, 12, batch=8)
 
 
-@pytest.mark.one_of(3, slow=2)
+@pytest.mark.one_of(3, slow=3)
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(("method", "variant"), [case for case in CORE_CASES if case[0] != "mix_8"])
 def test_tokens_are_those_of_ar(method: str, variant: str, batch: int, suite: Suite) -> None:
@@ -51,7 +51,7 @@ def test_tokens_are_those_of_ar(method: str, variant: str, batch: int, suite: Su
     suite.check(method, variant, batch, count_for(batch, core=True))
 
 
-@pytest.mark.one_of(5, slow=2)
+@pytest.mark.one_of(5, slow=3)
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(("method", "variant"), OTHER_LOSSLESS_CASES)
 def test_tokens_of_every_method_are_those_of_ar(

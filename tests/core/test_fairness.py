@@ -123,7 +123,7 @@ def small(tiny_folder: Path) -> Small:
 # --- time ------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=4)
 @pytest.mark.parametrize("weights", [(1, 1), (3, 1), (1, 4)])
 @pytest.mark.parametrize("method", ["ar", "draft_model"])
 def test_one_session_gets_the_share_of_its_tenants_weight_beside_forty(
@@ -185,6 +185,7 @@ def test_tenants_with_as_much_work_share_every_step(
     assert watch.num_steps <= 122
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_shares_of_the_demo_pair_in_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load_engine(limits=EngineLimits(max_sessions=64))

@@ -221,7 +221,7 @@ def test_nothing_is_drafted_without_a_constraint(demo: Engine) -> None:
 @pytest.mark.parametrize(
     "count",
     [
-        pytest.param(12, marks=pytest.mark.slow),
+        pytest.param(5, marks=pytest.mark.slow),
         pytest.param(200, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)]),
     ],
     ids=["some", "200"],

@@ -229,7 +229,7 @@ def _kept_entries(head: Head) -> int:
 # --- in an engine ---------------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(1, slow=3)
+@pytest.mark.one_of(1, slow=5)
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_tokens_in_a_batch_are_those_of_ar_and_nothing_is_left(
     method: str, folder: Path, tiny_folder: Path, reference: Reference
@@ -288,7 +288,7 @@ def test_medusa_accepts_typically(folder: Path, tiny_folder: Path) -> None:
         assert {float(e.num_accepted) for e in whole} == {expected}
 
 
-@pytest.mark.one_of(1, slow=3)
+@pytest.mark.one_of(1, slow=5)
 @pytest.mark.parametrize("method", [m for m in METHOD_NAMES if m != "longspec"])
 def test_a_head_drafts_for_its_target_on_the_general_path(
     method: str, folder: Path, tiny_folder: Path, tiny_general: TransformersRunner

@@ -155,6 +155,7 @@ def test_a_perfect_head_has_no_feature_loss(tiny_folder: Path, batch: HeadBatch)
     assert metrics["agreement"].tolist() == [1.0] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_training_makes_drafts_that_the_target_accepts(unroll: int, tmp_path: Path) -> None:
     """On the demo target and text of its own: chains and trees."""

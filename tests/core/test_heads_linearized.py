@@ -251,6 +251,7 @@ def test_training_follows_what_drafting_computes(target: HeadTarget) -> None:
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_sessions_that_fill_the_context_keep_their_drafter(zoo: Path, tmp_path: Path) -> None:
     check_end_of_context(Linearized, SMALL, zoo, tmp_path)
 

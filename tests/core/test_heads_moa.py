@@ -311,6 +311,7 @@ def test_training_makes_drafts_right(count: int, tmp_path: Path) -> None:
     assert accepted_length(decode(head, tmp_path, "moa")) > 2.5
 
 
+@pytest.mark.slow
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize("count", [0, 1])
 def test_exact_to_the_end_of_the_context(count: int, zoo: Path, tmp_path: Path) -> None:

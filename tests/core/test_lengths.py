@@ -720,7 +720,7 @@ def prompts(demo: Engine) -> list[list[int]]:
     return code_prompts(demo.tokenizer, 3, seed=5)
 
 
-@pytest.mark.one_of(2, slow=2)
+@pytest.mark.one_of(2, slow=3)
 @pytest.mark.parametrize("variant", SAMPLING)
 @pytest.mark.parametrize("length", sorted(LENGTHS))
 def test_the_tokens_are_those_of_ar_with_every_controller(

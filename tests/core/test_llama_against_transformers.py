@@ -46,7 +46,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float)
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("kind", FAST_PATH_KINDS)
 def test_every_kind(kind: str, zoo: Path) -> None:
     folder = make_model(kind, zoo)

@@ -321,6 +321,7 @@ def ask(calls: Sequence[str], home: Path, url: str, **environment: str) -> tuple
     return said, time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_a_hub_model_is_downloaded_once(server: FakeHub, model: Path, tmp_path: Path) -> None:
     (said,), _ = ask(["resolve_model('org/name')"], tmp_path, server.url)
     folder = Path(said)
@@ -341,6 +342,7 @@ def test_a_hub_model_is_downloaded_once(server: FakeHub, model: Path, tmp_path: 
     assert ask(calls[1:], tmp_path, server.url, HF_HUB_OFFLINE="1")[0] == [said]
 
 
+@pytest.mark.slow
 def test_the_tokenizer_alone_costs_no_weights(server: FakeHub, model: Path, tmp_path: Path) -> None:
     calls = ["pin_model('org/name')", "resolve_model('org/name', weights=False)"]
     (said, place), _ = ask(calls, tmp_path, server.url)

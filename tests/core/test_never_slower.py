@@ -198,7 +198,7 @@ class Run:
         return sessions, ar / (self.clock.seconds - before)
 
 
-@pytest.mark.one_of(6, slow=2)
+@pytest.mark.one_of(6, slow=3)
 @pytest.mark.parametrize(
     "machine",
     [
@@ -265,7 +265,7 @@ def test_with_a_drafter_in_another_actor(
 
 
 # What is given up for it, where drafts do pay.
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("method", ["draft_model", "sequoia", "token_recycling", "suffix_decoding"])
 def test_where_verification_is_cheap_methods_lose_little_against_whole_drafts(
     method: str,

@@ -186,6 +186,7 @@ def test_the_cache_learns(finer: Path) -> None:
     assert translator.num_by_text == asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_drafter_that_ships_with_tokens_of_its_own(
     params: SamplingParams, own_tokens: Engine

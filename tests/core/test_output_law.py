@@ -295,7 +295,7 @@ def test_drafts_from_the_shape_keep_the_targets_law(method: str, vocab: int, sup
         assert overlap / (2 - overlap) - slack < rate < overlap + slack
 
 
-@pytest.mark.one_of(3, slow=2)
+@pytest.mark.one_of(3, slow=3)
 @pytest.mark.parametrize(
     ("rule", "shape"),
     [
@@ -420,7 +420,7 @@ LAW_ROWS = [
 ]
 
 
-@pytest.mark.one_of(3, slow=2)
+@pytest.mark.one_of(3, slow=3)
 @pytest.mark.parametrize("method", [*LAW_ROWS, "ar", "draft_model_tree"])
 def test_a_method_has_the_targets_law(method: str, tiny: LlamaRunner, tiny_folder: Path) -> None:
     """Three tokens of many seeds against probabilities computed from the model's own logits."""

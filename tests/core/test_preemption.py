@@ -40,7 +40,7 @@ def finish(small: Small, most: int = 3000) -> None:
     small.assert_nothing_is_left()
 
 
-@pytest.mark.one_of(1, slow=5)
+@pytest.mark.one_of(1, slow=9)
 @pytest.mark.parametrize("prefix_cache", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("params", [LONG, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(

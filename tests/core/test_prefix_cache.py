@@ -76,7 +76,7 @@ def found_answer(folder: Path, dtype: torch.dtype) -> list[int]:
     ).output_ids
 
 
-@pytest.mark.one_of(3, slow=3)
+@pytest.mark.one_of(3, slow=5)
 @pytest.mark.parametrize("method", LOCAL_METHODS)
 def test_every_method_goes_on_from_a_cached_prefix(method: str, tiny_folder: Path) -> None:
     small = small_engine(tiny_folder)

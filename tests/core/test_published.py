@@ -353,7 +353,7 @@ METHODS = {
 }  # fmt: skip
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_are_those_of_ar(method: str, tmp_path: Path, zoo: Path) -> None:
     folder = make_model("llama_gqa", zoo, num_hidden_layers=2)

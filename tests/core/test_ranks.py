@@ -292,7 +292,7 @@ def test_damaged_ranks_are_refused(ranks: Any) -> None:
 # --- exact ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("method", ["sequoia", "stand", "medusa", "hydra", "chimera", "falcon"])
 def test_tokens_stay_those_of_ar_while_trees_change(
     tiny_folder: Path, reference: Reference, method: str

@@ -60,7 +60,7 @@ def test_every_method_with_a_head_of_the_demo_target_can_be_tried() -> None:
     assert sum(path.stat().st_size for path in files) < MAX_BYTES
 
 
-@pytest.mark.one_of(1, slow=4)
+@pytest.mark.one_of(1, slow=7)
 @pytest.mark.parametrize("method", FLOORS)
 def test_drafts_are_accepted_and_change_no_token(method: str) -> None:
     sessions, ar = decoded(method, "greedy"), decoded("ar", "greedy")
@@ -69,7 +69,7 @@ def test_drafts_are_accepted_and_change_no_token(method: str) -> None:
     assert accepted_length(sessions) > FLOORS[method]
 
 
-@pytest.mark.one_of(3, slow=2)
+@pytest.mark.one_of(3, slow=3)
 @pytest.mark.parametrize("method", FLOORS)
 def test_sampled_tokens_are_those_of_ar(method: str) -> None:
     sessions, ar = decoded(method, "sampled"), decoded("ar", "sampled")

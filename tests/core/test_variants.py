@@ -128,7 +128,7 @@ def portable_engine(variant: str) -> Engine:
         return load_engine(numerics="portable")
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(2, slow=2)
 @pytest.mark.parametrize("method", ["draft_model", "sequoia", "prompt_lookup"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_tokens_are_ars_on_the_lowest_and_on_the_highest_variant(

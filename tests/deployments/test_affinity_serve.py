@@ -22,7 +22,9 @@ PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 CONVERSATIONS, TURNS, FIRST, MORE = 10, 4, 192, 64
 
 
-@pytest.fixture(params=[True, False], ids=["affinity", "load alone"])
+@pytest.fixture(
+    params=[True, pytest.param(False, marks=pytest.mark.nightly)], ids=["affinity", "load alone"]
+)
 def affinity(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[bool]:
     targets = {"num_replicas": 2, "num_cpus": 0.1, "prefix_affinity": request.param}
     file = config_file("colocated", NAME, 0).with_args(

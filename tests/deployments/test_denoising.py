@@ -195,7 +195,7 @@ def test_the_catalogue_lists_every_schedule_and_says_which_are_static() -> None:
         assert schedule.paper in DIFFUSION_METHODS[name].paper
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_every_schedule_beside_all_others_writes_the_librarys_text(
     engine: DiffusionEngine,
 ) -> None:
@@ -826,6 +826,7 @@ def app(ray_cluster: None) -> Iterator[App]:
     serve.delete(file.name)
 
 
+@pytest.mark.slow
 @pytest.mark.serve
 @pytest.mark.timeout(300)
 def test_the_shipped_file_serves_the_librarys_text(app: App) -> None:

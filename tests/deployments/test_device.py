@@ -17,7 +17,7 @@ from tests.deployments.test_generate import AR, PARAMS
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
 @pytest.mark.parametrize("method", ["draft_model", "pearl", "prompt_lookup"])
 def test_tokens_equal_local_ar(

@@ -311,6 +311,7 @@ def engines(folder: Path) -> Iterator[list[EngineThread]]:
         assert each.num_free == each.kv_capacity, "KV memory leaked"
 
 
+@pytest.mark.slow
 async def test_twenty_faults_change_no_token(
     folder: Path, runner: ModelRunner, engines: list[EngineThread], tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from paceline.sampling import SamplingParams
 from tests.deployments.conftest import PROMPTS, SMALL, config_file, eventually
 from tests.rpc.round_robin import RoundRobin
 
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(300)]
 
 NAME = "test-gateways"
 ALICE = "alice-token-of-many-characters"
@@ -178,7 +178,7 @@ async def test_the_ledger_is_one_and_comes_back(app: str, engine: Any) -> None:
     assert await asyncio.to_thread(eventually, _is_idle), serving.describe(NAME)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gateways_follow_their_sessions(ray_cluster: None) -> None:
     name = "test-more-gateways"
     scaling = {"max_replicas": 2, "target_sessions": 1.5, "upscale_delay_s": 0}

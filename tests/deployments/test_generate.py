@@ -30,7 +30,7 @@ PARAMS = {
 }
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
 @pytest.mark.parametrize("method", ["ar", "draft_model", "draft_model_tree", "prompt_lookup"])
 def test_tokens_equal_local_ar(client: Client, ar: AR, method: str, params: SamplingParams) -> None:

@@ -141,7 +141,7 @@ def calm(url: str) -> str:
     return str(answer["choices"][0]["text"])
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_it_is_refused_and_others_go_on(name: str, url: str, calm: str) -> None:
     (path, body), param = HOSTILE[name]

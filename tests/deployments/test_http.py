@@ -75,7 +75,7 @@ def ids_of(choice: Any) -> tuple[int, ...]:
 # --- completions ----------------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("method", ["ar", "draft_model", "draft_model_tree", "prompt_lookup", None])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_equal_ar(

@@ -97,6 +97,7 @@ def _alive(pid: int) -> bool:
     return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.nightly
 def test_up_status_down(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an autoscaling policy, which goes to Serve in another way; the demo has none."""
     port = free_port()

@@ -50,6 +50,7 @@ def reported(app: App, name: str, wanted: float, before: Scrape) -> bool:
     return eventually(lambda: scrape(app)[name] - before[name] == wanted, 30)
 
 
+@pytest.mark.slow
 @pytest.mark.one_of(1, slow=2)
 @pytest.mark.serve
 @pytest.mark.timeout(300)

@@ -72,7 +72,7 @@ def judged() -> int:
     return sum(learnt()["judged"].values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.serve
 @pytest.mark.timeout(300)
 def test_a_roll_out_under_traffic_loses_nothing_and_nothing_private_is_kept(

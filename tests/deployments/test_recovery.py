@@ -133,6 +133,7 @@ def test_dead_drafter_costs_drafts_but_no_tokens(actors: App, ar: AR) -> None:
         assert eventually(drafts_are_back, BACK_WITHIN_S), actors.describe()
 
 
+@pytest.mark.slow
 def test_a_generation_outlives_its_target(actors: App, ar: AR) -> None:
     """It waits for the only target's successor, while verify sessions are told at once."""
     (expected,) = ar(PROMPTS[:1], LONG)

@@ -42,7 +42,7 @@ from tests.deployments.conftest import PROMPTS, App, config_file, eventually, fr
 from tests.rpc.test_fuzz import TARGET_CALLS, fuzz
 
 # The first test of a run waits for Ray, Serve and three replicas.
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(300)]
 
 ALICE, BOB, CAROL = (f"{name}-token-of-many-characters" for name in ("alice", "bob", "carol"))
 PARAMS = SamplingParams(max_tokens=32, ignore_eos=True, temperature=0.8, seed=3)

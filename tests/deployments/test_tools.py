@@ -237,7 +237,7 @@ def test_several_calls_in_one_message(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "tool_calls"
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_a_stream_says_the_same(each: openai.OpenAI, choice: Any) -> None:
     request: dict[str, Any] = {

@@ -59,6 +59,7 @@ def test_more_workers_than_the_cluster_has_room_for_are_refused(
         train_on_ray(job, 8, None, cpus=1000)
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide_is_refused_before_anything_starts(job: TrainJob) -> None:
     refused = replace(job, options=replace(job.options, batch_size=7))
     with pytest.raises(InvalidArgument, match="batch_size: got 7, expected a multiple of 2"):

@@ -117,6 +117,7 @@ async def test_one_token_answers_that_are_not_read_hold_no_target(engine: Engine
             assert [token async for reply in call for token in reply.token_ids] == expected
 
 
+@pytest.mark.slow
 async def test_long_answers_that_are_not_read_are_parked_and_go_on_exactly(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ def judged(model: MaskedModel) -> tuple[float, float, float]:
     return right / rows[:, PAIR:].numel(), sum(entropy) / len(entropy), forwards / len(rows)
 
 
+@pytest.mark.slow
 def test_certainty_forcing_lowers_the_entropy_of_right_tokens_and_the_steps() -> None:
     """A quarter of the copied tokens is random: what is learned from them alone stays unsure."""
     start = train(masked_model(VOCAB, BLOCKS, seed=1), 100, 0.0)

@@ -45,7 +45,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [1280, 380])
+@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.nightly), 380])
 def test_it_is_read_and_searched_without_a_network(width: int, site: Path, chromium: Any) -> None:
     page = chromium.new_page(viewport={"width": width, "height": 900})
     requests: list[str] = []

@@ -11,6 +11,7 @@ import pytest
 from tests.docs.pages import blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["docs/tutorial-drafter.md"])
 def test_the_page_shows_what_its_program_prints(page: str) -> None:
     program = [block for block in blocks(page) if block.language in ("python", "text")]

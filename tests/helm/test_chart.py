@@ -94,7 +94,7 @@ def test_custom_resources_are_checked() -> None:
         assert problems({**service, "spec": change})
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("name", VALUE_SETS)
 def test_the_served_configuration_is_one(chart: Chart, tmp_path: Path, name: str) -> None:
     """serveConfigV2 is a file that the project's own reader takes, but for models not here."""

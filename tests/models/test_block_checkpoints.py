@@ -116,7 +116,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("shape", ["chain", "best_first"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_published_folder_drafts_and_changes_no_token(

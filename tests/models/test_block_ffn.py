@@ -164,6 +164,7 @@ def used_after_training(locality: float, chunk: float) -> Used:
     return Used(share_used(every, 1), share_used(every, CHUNK), alone)
 
 
+@pytest.mark.slow
 def test_chunk_sparsification_makes_the_union_of_a_chunk_small() -> None:
     plain, trained = used_after_training(0.0, 0.0), used_after_training(0.0, 2.0)
     assert trained.tokens < 0.8 * plain.tokens
@@ -193,7 +194,7 @@ def prompts(engine: Engine) -> list[list[int]]:
     return [engine.tokenizer.encode(text[:2000])[:64] for _, text in held_out_modules()[:6]]
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_change_no_token(

@@ -67,7 +67,7 @@ def assert_states(found: dict[Need, torch.Tensor], model: Any, text: list[int], 
     assert len(own) == model.config.num_hidden_layers >= len(layers) >= len(own) - 1
 
 
-@pytest.mark.one_of(7)
+@pytest.mark.one_of(7, slow=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_are_those_of_transformers(kind: str, zoo: Path, load: Load) -> None:
     """Prompts of two sequences, trees behind them, and trees after a commit."""
@@ -148,7 +148,7 @@ def test_a_prompt_that_a_head_reads_takes_no_logits(load: Load) -> None:
     assert rows == [1]
 
 
-@pytest.mark.one_of(4, slow=2)
+@pytest.mark.one_of(4, slow=3)
 @pytest.mark.parametrize("method", ["medusa", "hydra_pp", "eagle2", "eagle3", "dspark", "dflash"])
 @pytest.mark.parametrize("kind", ["gpt2", "gptj", "mamba2", "qwen3_next", "jamba"])
 def test_heads_change_no_token(
@@ -170,7 +170,8 @@ def test_heads_change_no_token(
     assert runner.num_free == runner.kv_capacity
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.slow
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("kind", ["gpt2", "mamba2"])
 def test_a_head_learns_what_its_target_says(
     kind: str, zoo: Path, load: Load, tmp_path: Path

@@ -382,7 +382,7 @@ def test_a_file_that_is_replaced_is_read_anew(files: Callable[[str], Path], tmp_
 # --- weights that are rounded when they are loaded ------------------------------------------------
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_0", "int8", "auto"])
 def test_a_folder_in_another_dtype(dtype: str) -> None:
     engine = load_engine(TARGET_DIR, DRAFTER_DIR, dtype=dtype)

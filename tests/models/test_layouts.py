@@ -155,7 +155,7 @@ def test_tensors_are_refused_by_name(
     assert all(part in str(info.value) for part in parts), str(info.value)
 
 
-@pytest.mark.one_of(2, slow=2)
+@pytest.mark.one_of(2, slow=3)
 @pytest.mark.parametrize("kind", GENERAL_PATH_KINDS)
 def test_every_other_family_is_looked_through(kind: str, zoo: Path, tmp_path: Path) -> None:
     folder = make_model(kind, zoo)

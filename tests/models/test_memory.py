@@ -47,7 +47,7 @@ def test_a_load_takes_little_more_than_it_keeps(tmp_path: Path, own_cache: Path)
     assert warm.used_anonymous < 40 * MB  # the rest is shared with other replicas
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_first_load_that_converts(tmp_path: Path, own_cache: Path) -> None:
     """On the general path; the fast one packs above, which converts, too."""
     model = make_checkpoint("bfloat16", tmp_path, SIZES | {"num_hidden_layers": 4})

@@ -131,6 +131,7 @@ def test_eight_processes_download_once(server: FakeHub, tmp_path: Path) -> None:
     assert max(counts.values()) <= 2, "HEAD and GET"
 
 
+@pytest.mark.slow
 def test_light_copies_chosen_files_and_heads(server: FakeHub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     light = finish(start(server, "org/one", cache, "--no-weights"))
@@ -148,6 +149,7 @@ def test_light_copies_chosen_files_and_heads(server: FakeHub, tmp_path: Path) ->
         assert "no weights" in fail(start(server, "org/one", tmp_path / "other"))
 
 
+@pytest.mark.slow
 def test_the_last_known_revision_serves_while_the_hub_is_away(
     server: FakeHub, tmp_path: Path
 ) -> None:

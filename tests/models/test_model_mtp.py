@@ -124,7 +124,7 @@ def with_layer(kind: str, folder: Path) -> Path:
 
 
 # Tests with as many layers as the published models take their time; two kinds have the same names.
-DEEP = {"deepseek_v3": pytest.mark.slow, "glm4_moe": pytest.mark.nightly}
+DEEP = {"deepseek_v3": pytest.mark.nightly, "glm4_moe": pytest.mark.nightly}
 KINDS = [pytest.param(kind, marks=DEEP.get(kind, ())) for kind in MAKERS]
 
 

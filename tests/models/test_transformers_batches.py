@@ -97,7 +97,7 @@ def greedy(folder: Path, prompts: list[list[int]], count: int, *, cache: bool) -
 # --- as transformers -----------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(8, slow=2)
+@pytest.mark.one_of(8, slow=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_and_eight_sessions_get_the_tokens_of_transformers(
     kind: str, zoo: Path, load: Load
@@ -117,7 +117,7 @@ def test_one_and_eight_sessions_get_the_tokens_of_transformers(
         assert drafted == expected
 
 
-@pytest.mark.one_of(12)
+@pytest.mark.one_of(12, slow=2)
 @pytest.mark.parametrize("kind", sorted(kinds()))
 def test_eight_sessions_take_the_forwards_of_one(kind: str, load: Load) -> None:
     runner, count = load(kind), 16

@@ -116,7 +116,7 @@ def prefill(runner: TransformersRunner, token_ids: Any) -> TransformersSequence:
     return sequence
 
 
-@pytest.mark.one_of(3, slow=2)
+@pytest.mark.one_of(3, slow=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_self_check_finds_the_fastest_right_strategy(kind: str, load: Load) -> None:
     runner = load(kind)
@@ -128,7 +128,7 @@ def test_the_self_check_finds_the_fastest_right_strategy(kind: str, load: Load) 
         assert runner.kv_capacity == 16 * CONTEXT_LENGTH
 
 
-@pytest.mark.one_of(2, slow=2)
+@pytest.mark.one_of(2, slow=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunked_prefill_and_decoding_equal_the_models_own_forward(kind: str, load: Load) -> None:
     runner, ids = load(kind), tokens(40)
@@ -147,7 +147,7 @@ def test_chunked_prefill_and_decoding_equal_the_models_own_forward(kind: str, lo
     runner.free(sequence)
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(2, slow=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_path_of_a_tree_equals_that_path_as_a_chain(kind: str, load: Load) -> None:
     runner, prompt = load(kind), tokens(21, seed=1)
@@ -289,7 +289,7 @@ def test_caps_of_scores_hold_without_packing(zoo: Path) -> None:
     assert_close(runner, logits, reference(runner, ids)[-2:])
 
 
-@pytest.mark.one_of(3, slow=2)
+@pytest.mark.one_of(3, slow=3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mamba"])
 def test_half_precision_finds_the_same_strategy(kind: str, dtype: str, zoo: Path) -> None:
@@ -314,7 +314,7 @@ def test_cuda(kind: str, zoo: Path) -> None:
 # --- through the engine --------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(3, slow=2)
+@pytest.mark.one_of(3, slow=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_drafts_do_not_change_the_output(kind: str, load: Load) -> None:
     runner = load(kind)

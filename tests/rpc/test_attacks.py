@@ -16,7 +16,7 @@ SOME = ["chain", "ambiguous", "31 bytes", "stop ids"]
 @pytest.mark.parametrize(
     ("attacks", "seconds"),
     [
-        pytest.param(SOME, 0.5, marks=[pytest.mark.slow, pytest.mark.timeout(240)], id="some"),
+        pytest.param(SOME, 0.5, marks=[pytest.mark.nightly, pytest.mark.timeout(240)], id="some"),
         pytest.param(
             list(ATTACKS), 2.0, marks=[pytest.mark.nightly, pytest.mark.timeout(1200)], id="all"
         ),

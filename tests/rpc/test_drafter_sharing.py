@@ -22,6 +22,7 @@ def check(found: dict[int, tuple[float, float]]) -> None:
     assert waits == sorted(waits, reverse=True)
 
 
+@pytest.mark.slow
 def test_four_targets_on_one_and_on_three_drafters() -> None:
     found = compare(4, 4, (1, 3), COSTS, warm_up_s=3.0, seconds=8.0)
     check(found)

@@ -167,7 +167,7 @@ def check(
         assert sum(c.statistics.num_accepted for c in completions) > 0
 
 
-@pytest.mark.one_of(3, slow=4)
+@pytest.mark.one_of(3, slow=9)
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(("method", "variant"), CORE_CASES)
 def test_tokens_over_grpc_are_those_of_ar(
@@ -176,7 +176,7 @@ def test_tokens_over_grpc_are_those_of_ar(
     check(suite, wire, method, variant, batch, count_for(batch, core=True))
 
 
-@pytest.mark.one_of(5, slow=4)
+@pytest.mark.one_of(5, slow=7)
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.nightly), 8])
 @pytest.mark.parametrize(("method", "variant"), OTHER_LOSSLESS_CASES)
 def test_tokens_of_every_method_over_grpc_are_those_of_ar(

@@ -122,7 +122,7 @@ def mean_length(sessions: list[Session]) -> float:
 # --- the same drafts from afar -------------------------------------------------------------------
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", TRAINED)
 def test_a_head_elsewhere_is_one_beside_the_target(method: str, temperature: float) -> None:
@@ -149,7 +149,7 @@ def random_heads(model_folder: Path) -> Path:
     return untrained_heads(model_folder)
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("kind", SENDABLE)
 def test_every_head_of_its_kind(
     kind: str, model_folder: Path, random_heads: Path, runner: ModelRunner
@@ -199,7 +199,7 @@ def test_sent_states_become_the_features_that_a_head_selects(
     drafter.close(session)
 
 
-@pytest.mark.one_of(1, slow=3)
+@pytest.mark.one_of(1, slow=5)
 @pytest.mark.parametrize("method", TRAINED)
 def test_compression_costs_hardly_any_acceptance(method: str) -> None:
     """In int8 the mean accepted length is that of exact states within 3 %.

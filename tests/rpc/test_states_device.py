@@ -83,7 +83,7 @@ def generate(client: DeviceClient, prompt: int, temperature: float) -> DeviceRes
 # --- tokens --------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", TRAINED)
 def test_a_head_on_a_device(method: str, temperature: float, server: RpcServer) -> None:

@@ -7,6 +7,7 @@ from paceline.loading import load_engine
 from paceline.together.reasoning import ReasonOptions
 
 
+@pytest.mark.slow
 def test_thresholds_decide_who_writes() -> None:
     small, large = load_engine("demo-drafter"), load_engine("demo")
     prompts = ["def read(path):\n", "class Stack:\n"]

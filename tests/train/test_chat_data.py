@@ -282,7 +282,7 @@ def peak(target: Path, folder: Path, count: int) -> float:
     return peak_memory() / 2**20
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_the_data(chat_target: Path, tmp_path: Path) -> None:
     # A process of its own: what other tests left in this one may be freed or swapped meanwhile.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:

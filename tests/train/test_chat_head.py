@@ -161,7 +161,7 @@ def test_a_head_goes_on_from_an_earlier_one(talks: list[Talk], tmp_path: Path) -
         trainer("fourth", earlier=tmp_path / "nothing")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_measured_length_is_that_of_serving(talks: list[Talk], tmp_path: Path) -> None:
     """A trained head drafts better than an untrained one, and as the measurement says."""
     trainer = ChainTrainer(

@@ -39,7 +39,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.one_of(3, slow=2)
+@pytest.mark.one_of(3, slow=3)
 @pytest.mark.parametrize("kind", HEADS)
 def test_each_kind_of_head_can_be_trained(
     kind: str, target: Path, text: TrainingText, tmp_path: Path
@@ -111,7 +111,7 @@ def test_the_target_writes_the_text(target: Path, text: TrainingText) -> None:
     assert torch.equal(task._held_out, again._held_out)
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("kind", HEADS)
 def test_only_what_the_assistant_writes_has_a_loss(
     kind: str, target: Path, talks: TrainingText
@@ -158,7 +158,7 @@ class Stop(Exception):
     step: int
 
 
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("source", ["corpus", "target"])
 @pytest.mark.parametrize("data", ["text", "talks"])
 def test_an_interrupted_training_goes_on_bit_for_bit(

@@ -85,7 +85,7 @@ def test_aligning_raises_the_acceptance(target: Path, text_file: Path, tmp_path:
     assert gain(result) > 0.05, result.history.evaluations
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sorted_training_raises_the_acceptance_of_every_sub_model(
     target: Path, text_file: Path, tmp_path: Path
 ) -> None:
@@ -95,6 +95,7 @@ def test_sorted_training_raises_the_acceptance_of_every_sub_model(
         assert gain(result, metric) > 0.05, metric
 
 
+@pytest.mark.slow
 def test_the_sorted_loss_is_the_sum_over_sub_models(target: Path, text: TrainingText) -> None:
     """Each sub-model is its first layers with the norm and head: a folder of its own."""
     task = DraftTask(target, text, layers=3, divergence="ce", exits=(1, 2))

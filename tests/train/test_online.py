@@ -523,7 +523,7 @@ def two_domains(random_target: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize(
     ("divergence", "rounds"),
     [
-        ("forward_kl", 1),
+        pytest.param("forward_kl", 1, marks=pytest.mark.nightly),
         *(pytest.param(each, 4, marks=pytest.mark.nightly) for each in ONLINE_DIVERGENCES),
     ],
 )

@@ -367,7 +367,7 @@ def test_the_head_that_ships_is_small_and_ends_drafts(engine: Engine) -> None:
     assert drafted_a_round(engine, ENDED.model_copy(update={"length_max": 20})) < 0.7 * longest
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_head_is_trained_on_the_drafters_rounds(engine: Engine, tmp_path: Path) -> None:
     asked = prompts(engine, 20)
     rows = collect_translated(engine, asked[:2], 24)

@@ -32,6 +32,7 @@ def test_the_recipe_writes_a_drafter_and_goes_on_after_a_kill(tmp_path: Path) ->
     assert drafted.output_ids == plain.output_ids
 
 
+@pytest.mark.slow
 def test_the_recipe_learns_the_next_token(tmp_path: Path) -> None:
     text = "for name in sorted(names):\n    print(name, len(name))\n" * 200
     own_tokens.train(tmp_path, 40, [text], batch=4, length=64)

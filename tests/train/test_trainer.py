@@ -249,6 +249,7 @@ def test_training_goes_on_when_the_disk_is_full(
     assert_same(weights(tmp_path / "full"), weights(tmp_path / "straight"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("picture")
 def test_plot_and_tensorboard_events_lie_beside_the_result(run_toy: RunToy, tmp_path: Path) -> None:
     from tensorboardX.proto.event_pb2 import Event

@@ -79,6 +79,7 @@ def logits_of(runner: LlamaRunner, text: TrainingText) -> torch.Tensor:
     return runner.logits_of_hidden(states)
 
 
+@pytest.mark.slow
 def test_training_moves_the_head_alone_and_goes_on_after_a_stop(
     random_target: Path, text: TrainingText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

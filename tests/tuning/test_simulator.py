@@ -130,7 +130,7 @@ def assert_same(
         assert not stats.drafter_lost
 
 
-@pytest.mark.one_of(3, slow=2)
+@pytest.mark.one_of(3, slow=3)
 @pytest.mark.parametrize("config", EXACT, ids=name_of)
 def test_rounds_are_those_of_the_engine(
     demo: Engine, prompts: list[list[int]], traces: Traces, config: SpeculationConfig
@@ -173,7 +173,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return small_engine(folder).engine
 
 
-@pytest.mark.one_of(3, slow=2)
+@pytest.mark.one_of(3, slow=3)
 @pytest.mark.parametrize("method", [name for name, row in METHODS.items() if row.lossless])
 def test_every_method_is_simulated_exactly_or_says_why_not(small: Engine, method: str) -> None:
     # Method `auto` has no other length.

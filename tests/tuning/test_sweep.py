@@ -142,7 +142,7 @@ def test_a_tracker_that_is_not_installed_is_named_at_once(
     assert not (tmp_path / "sweep").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_drafter_in_an_actor_of_its_own(ray_here: None, tmp_path: Path) -> None:
     space = small(space={"method": "draft_model", "length": "fixed", "topology": ["actors"]})
     results = Results(str(tmp_path))
@@ -154,7 +154,7 @@ def test_a_drafter_in_an_actor_of_its_own(ray_here: None, tmp_path: Path) -> Non
     assert actors.metrics.mean_accepted_length > 1.5  # it did draft
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_grid_is_measured_in_full_but_for_what_the_target_refuses(
     ray_here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -261,7 +261,7 @@ def sweep_command(result: Path, *changes: str) -> list[str]:
     return [sys.executable, str(script), "--space", "demo", "--result", str(result), *options]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_room_on_the_storage(tmp_path: Path) -> None:
     """A limit on the size of files stands for a full disk: the same call fails."""
 
@@ -279,6 +279,7 @@ def test_no_room_on_the_storage(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_bad_file_ends_before_ray_starts(tmp_path: Path) -> None:
     """test_cli_sweep.py has others."""
     done = subprocess.run(

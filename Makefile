@@ -26,7 +26,8 @@ DEMO_MODEL_ARGS ?=
 WHEEL_MACHINES ?= x86_64 aarch64
 
 # Quiet pip, visible progress: one line that changes on a terminal, a line per package elsewhere.
-# Errors stay; pip's warnings are about the user's own pip settings. pip would compile with one core.
+# Errors stay; pip's warnings are about the user's own pip settings. pip would compile
+# every file of these packages, which takes longer than all else: below, what is imported is compiled.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --no-compile
 QUIET := 2> >(grep -v '^WARNING: ' >&2)
 PROGRESS := awk -v tty="$$([ -t 2 ] && echo 1 || echo 0)" \
@@ -66,10 +67,12 @@ $(STAMP): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	said=$(VENV)/kernels.txt; $(BIN)/python -m paceline.models.kernels > $$said 2>&1 & kernels=$$!; \
 	echo "[2/4] $$pin (the largest download)"; \
 	$(PIP) -c constraints.txt "$$pin" "$$(grep -i '^setuptools==' constraints.txt)" $(QUIET) | $(PROGRESS); \
+	$(BIN)/python -m compileall -qq $(VENV)/lib/python*/site-packages/torch > /dev/null & torch=$$!; \
 	echo "[3/4] Paceline and $$(grep -c == constraints.txt) packages"; \
 	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]' $(QUIET) | $(PROGRESS); \
-	$(BIN)/python -m compileall -qq -j 0 -x '/tests?/' paceline rpc deployments cluster tuning \
-	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true; \
+	$(BIN)/python -m compileall -q paceline rpc deployments cluster tuning; wait $$torch || true; \
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import ray.serve, ray.tune, transformers.models.llama.modeling_llama, \
+	  paceline.cluster.cli, paceline.deployments.app, paceline.deployments.gateway, paceline.loading'; \
 	wait $$kernels || echo "without kernels Paceline computes with torch, more slowly:"; \
 	echo "[4/4] kernels: $$(tail -n 1 $$said)"; \
 	$(BIN)/paceline models get smollm2 > /dev/null || echo "without SmolLM2, whose tests are skipped"; \

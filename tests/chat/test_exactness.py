@@ -108,7 +108,7 @@ def test_a_token_has_the_same_logits_however_many_are_verified_with_it(chat: Cha
 # --- tokens ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(2, slow=9)
+@pytest.mark.one_of(2, slow=17)
 @pytest.mark.parametrize("case", EVERYDAY, ids=str)
 def test_tokens_are_those_of_ar(case: Case, chat: Chat) -> None:
     prompts: Sequence[int] = range(len(chat.prompts))

@@ -202,6 +202,7 @@ def test_training_makes_drafts_right(block: int, tmp_path: Path) -> None:
     assert accepted_length(decode(head, tmp_path, "falcon")) > 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.one_of(3)
 @pytest.mark.parametrize("block", [1, 2, 4])
 def test_exact_to_the_end_of_the_context(block: int, zoo: Path, tmp_path: Path) -> None:

@@ -243,6 +243,7 @@ def tables(vocab: int, seed: int) -> tuple[Table, Table]:
     return p, q
 
 
+@pytest.mark.slow
 @pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("method", "vocab", "support"),
@@ -295,6 +296,7 @@ def test_drafts_from_the_shape_keep_the_targets_law(method: str, vocab: int, sup
         assert overlap / (2 - overlap) - slack < rate < overlap + slack
 
 
+@pytest.mark.slow
 @pytest.mark.one_of(3, slow=3)
 @pytest.mark.parametrize(
     ("rule", "shape"),
@@ -346,6 +348,7 @@ def test_rounds_one_after_another_keep_the_targets_law(rule: str, shape: str, su
     assert accepted / count > overlap + (-4 if rule in ("rejection", "block") else 2) * error
 
 
+@pytest.mark.slow
 @pytest.mark.one_of(3, slow=2)
 @pytest.mark.parametrize("rule", ["rejection", "block", "recursive_rejection", "k_seq"])
 def test_rounds_with_drafts_that_end_early_keep_the_targets_law(rule: str) -> None:

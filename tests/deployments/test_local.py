@@ -169,6 +169,7 @@ def test_up_names_what_is_wrong_in_the_file(own_cache: Path, tmp_path: Path) -> 
     assert caught.value.field == "gateway.grpc_port"
 
 
+@pytest.mark.slow
 def test_gateway_says_so_when_its_port_is_taken(ray_cluster: None, busy_port: int) -> None:
     """On another node than where `up` looked, the replica itself finds out."""
     from ray import serve
@@ -181,6 +182,7 @@ def test_gateway_says_so_when_its_port_is_taken(ray_cluster: None, busy_port: in
         serve.delete("test-busy-port")
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_says_so(ray_cluster: None, tmp_path: Path) -> None:
     from ray import serve
 

@@ -165,6 +165,7 @@ def test_drafters_follow_their_sessions_without_a_policy_of_the_application() ->
     assert wanted(5) == 1
 
 
+@pytest.mark.slow
 def test_a_day() -> None:
     moments = simulate(diurnal, 7.5 * 3600)
     assert all(m.round_ms <= ROUND_MS for m in moments)

@@ -172,6 +172,7 @@ def test_chunk_sparsification_makes_the_union_of_a_chunk_small() -> None:
     assert trained.chunks < 0.8 * trained.alone
 
 
+@pytest.mark.slow
 def test_activation_locality_lets_neighbours_use_the_same_experts() -> None:
     """Tokens use as many as without it, and a chunk hardly more than a token."""
     plain, trained = used_after_training(0.0, 0.0), used_after_training(0.04, 0.0)

@@ -124,8 +124,12 @@ def with_layer(kind: str, folder: Path) -> Path:
 
 
 # Tests with as many layers as the published models take their time; two kinds have the same names.
-DEEP = {"deepseek_v3": pytest.mark.nightly, "glm4_moe": pytest.mark.nightly}
-KINDS = [pytest.param(kind, marks=DEEP.get(kind, ())) for kind in MAKERS]
+LARGE = {
+    "qwen3_next": pytest.mark.slow,
+    "deepseek_v3": pytest.mark.nightly,
+    "glm4_moe": pytest.mark.nightly,
+}
+KINDS = [pytest.param(kind, marks=LARGE.get(kind, ())) for kind in MAKERS]
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -199,6 +199,7 @@ def test_sent_states_become_the_features_that_a_head_selects(
     drafter.close(session)
 
 
+@pytest.mark.slow
 @pytest.mark.one_of(1, slow=5)
 @pytest.mark.parametrize("method", TRAINED)
 def test_compression_costs_hardly_any_acceptance(method: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.reasoning import measure
 from paceline.loading import load_engine
 from paceline.together.reasoning import ReasonOptions

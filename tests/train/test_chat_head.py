@@ -91,6 +91,7 @@ def talks(tmp_path_factory: pytest.TempPathFactory) -> list[Talk]:
     return training + held_out
 
 
+@pytest.mark.slow
 def test_features_belong_to_their_tokens(talks: list[Talk]) -> None:
     """Cut at 64 tokens, and each conversation has its own rows of the file."""
     assert {len(talk.tokens) for talk in talks} == {64}

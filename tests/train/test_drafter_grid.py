@@ -55,6 +55,7 @@ def test_drafters_are_measured_on_what_the_target_writes(
     assert meter.measure(target) == {"acceptance": pytest.approx(1.0), "agreement": 1.0}
 
 
+@pytest.mark.slow
 def test_an_interrupted_grid_goes_on(
     random_target: Path, text: TrainingText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -311,6 +311,7 @@ def test_a_target_of_another_architecture(text: TrainingText, zoo: Path) -> None
 # --- early exits ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "curriculum",
     ["rotational", *(pytest.param(c, marks=pytest.mark.nightly) for c in ("gradual", "all"))],

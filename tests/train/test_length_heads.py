@@ -33,6 +33,7 @@ from tests.heads import untrained_heads
 from tests.modelzoo import make_model
 
 
+@pytest.mark.slow
 def test_heads_learn_and_are_written(zoo: Path, tmp_path: Path) -> None:
     target = make_model("llama_gqa", zoo, num_hidden_layers=1)
     engine = load_engine(target, target)  # in bfloat16 the drafter is sometimes wrong

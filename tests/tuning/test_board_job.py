@@ -45,6 +45,7 @@ def test_nodes_measure_rows_and_the_job_writes_them(
     assert [row.method for row in reported] == ["prompt_lookup", "medusa", "medusa"]
 
 
+@pytest.mark.slow
 def test_rows_that_others_leave_no_cpus_are_given_up_with_the_reason(
     ray_here: None, zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

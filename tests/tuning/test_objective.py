@@ -132,6 +132,7 @@ def test_a_rule_with_ars_distribution_promises_no_tokens(engine: Engine) -> None
     assert measured.metrics().identical_to_ar is None
 
 
+@pytest.mark.slow
 def test_another_dtype_is_compared_with_its_own_ar(engine: Engine) -> None:
     """Its tokens may differ from those of the sweep's dtype; drafts still change none of them."""
     checked = space(workload={"limit": 1, "max_tokens": 24})

@@ -384,7 +384,7 @@ def report_file(full: Results) -> str:
 @pytest.mark.parametrize(
     ("width", "scheme"),
     [
-        (1280, "light"),
+        pytest.param(1280, "light", marks=pytest.mark.slow),
         pytest.param(390, "dark", marks=pytest.mark.slow),
         pytest.param(1280, "dark", marks=pytest.mark.nightly),
         pytest.param(390, "light", marks=pytest.mark.nightly),

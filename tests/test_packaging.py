@@ -401,7 +401,7 @@ def test_a_client_of_a_server_needs_no_torch() -> None:
     )
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_no_file_of_a_checkout_is_imported_under_two_names() -> None:
     """A folder and the link to it are both importable; a registry imported twice has two states."""
     found = python(

@@ -67,6 +67,7 @@ from paceline.cluster.cli_options import (
 )
 from paceline.cluster.cli_output import (
     DEBUG_VARIABLE,
+    EXIT_INTERRUPTED,
     Command,
     err,
     out,
@@ -596,7 +597,8 @@ def bench(
     """Measure the speedup of methods over AR: the same prompts, interleaved in one process.
 
     A speedup is the median of paired ratios: the same prompts in the same repetition. The table
-    shows its spread, and whether the tokens of every prompt are those of AR.
+    shows its spread, and whether the tokens of every prompt are those of AR. After Ctrl-C the
+    table is of what was measured by then.
 
     Examples:
 
@@ -654,6 +656,8 @@ def bench(
         print_json(result)
     else:
         render_table(result, out)
+    if result["interrupted"]:
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 app.add_typer(board, name="board")

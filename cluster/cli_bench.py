@@ -113,7 +113,7 @@ class ServerBackend:
 def run(
     options: BenchOptions, server: str | None, client_options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Run a benchmark with a progress bar on stderr.
+    """Run a benchmark with a progress bar on stderr; after Ctrl-C, the result so far.
 
     Args:
         server: address of the deployment that the topologies other than ``colocated`` measure;
@@ -143,7 +143,7 @@ def run(
         if options.topology != "colocated":
             address = server or stack.enter_context(_deployment(options, report))
             backends.append(stack.enter_context(_backend(options, address, client_options)))
-        return run_bench(options, progress, backends)
+        return run_bench(options, progress, backends, partial=True)
 
 
 @contextlib.contextmanager

@@ -398,6 +398,62 @@ def test_limit_and_long_prompts(target: Path, tmp_path: Path) -> None:
     assert note.startswith(f"1 of 2 prompts were cut from the left to {CONTEXT_LENGTH - 4} tokens")
 
 
+# --- Ctrl-C ---------------------------------------------------------------------------------------
+
+
+def interrupted_bench(
+    options: BenchOptions, after: int, *, partial: bool = True
+) -> tuple[dict[str, Any], int]:
+    """With Ctrl-C before run number ``after``; and how many runs a whole one would have had."""
+    totals = []
+
+    def interrupt(done: int, total: int, what: str) -> None:
+        totals.append(total)
+        if done == after:
+            raise KeyboardInterrupt
+
+    return run_bench(options, interrupt, partial=partial), totals[0]
+
+
+def test_an_interrupted_bench_has_the_prompts_that_all_methods_had(
+    target: Path, questions: Path
+) -> None:
+    options = BenchOptions(
+        target=target, prompts=questions, max_tokens=8, repetitions=2, peers=False,
+        methods=["prompt_lookup", "suffix_decoding"], samples=True,
+    )  # fmt: skip
+    count = 3  # with AR
+    # Two prompts whole, and of a third one two methods.
+    result, total = interrupted_bench(options, count + 2 * count + 2)
+    assert total == count * (1 + 2 * 4)
+    assert result["interrupted"]
+    assert result["notes"] == ["interrupted: 2 of 8 runs of each method are in the table"]
+    assert {row["category"] for row in result["results"]} == {"coding", "all"}
+    assert {row["num_prompts"] for row in result["results"]} == {2}
+    assert {row["num_samples"] for row in result["results"]} == {2}
+    assert all(row["identical_to_ar"] for row in result["results"])
+    assert len(result["samples"]) == 2 * count
+
+    # In the second repetition: every prompt, and one of them twice.
+    result, _ = interrupted_bench(options, count + 5 * count)
+    assert {row["num_samples"] for row in rows_of(result, category="all")} == {5}
+    assert {row["num_prompts"] for row in rows_of(result, category="all")} == {4}
+    assert {row["num_samples"] for row in rows_of(result, category="coding")} == {4}
+
+
+@pytest.mark.parametrize(
+    ("after", "partial"), [(0, True), (3, True), (20, False)], ids=["warming up", "early", "all"]
+)
+def test_an_interrupted_bench_raises_where_there_is_nothing_to_show(
+    after: int, partial: bool, target: Path, questions: Path
+) -> None:
+    options = BenchOptions(
+        target=target, prompts=questions, max_tokens=8, methods=["prompt_lookup"], peers=False
+    )
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_bench(options, after, partial=partial)
+
+
 # --- synthetic acceptance ------------------------------------------------------------------------
 
 

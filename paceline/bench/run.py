@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -262,6 +263,7 @@ def run_bench(
     backends: Sequence[Backend] = (),
     *,
     local: LocalBackend | None = None,
+    partial: bool = False,
 ) -> dict[str, Any]:
     """Run a benchmark and return its result as JSON values.
 
@@ -271,15 +273,18 @@ def run_bench(
         backends: deployments to measure beside the engine in this process (topology "both") or in
             its place ("actors"). They must serve the same target.
         local: of :func:`load_backend` with these options; None loads it.
+        partial: after Ctrl-C, return the result of the prompts that all methods have had by then.
 
     Returns:
         ``environment``, ``results`` (a row for each method and category, and for the category
         "all"), ``notes``, ``unavailable`` (methods of "all" that cannot run here, and why),
-        ``batch_invariant_cost`` if both modes were measured, and ``samples`` if they are wanted.
+        ``interrupted`` (whether prompts or repetitions are missing), ``batch_invariant_cost`` if
+        both modes were measured, and ``samples`` if they are wanted.
 
     Raises:
         InvalidArgument: an option is wrong; the message names it.
         ModelNotFound: a model folder is missing or damaged.
+        KeyboardInterrupt: Ctrl-C, unless a ``partial`` result can be given.
     """
     if options.topology != "colocated" and not backends:
         raise InvalidArgument(
@@ -294,7 +299,16 @@ def run_bench(
     entries = _entries(options, every, template is not None, notes)
     if options.synthetic_acceptance is not None:
         entries += [_synthetic_entry(options, b, entries, groups, params) for b in here]
-    runs = _measure(options, every, entries, groups, params, notes, progress)
+    runs: _Runs = {}
+    try:
+        _measure(options, every, entries, groups, params, notes, progress, runs)
+    except KeyboardInterrupt:
+        runs = _whole_comparisons(runs, len(entries))
+        if not (partial and runs):
+            raise
+    measured, wanted = len(runs) // len(entries), options.repetitions * len(groups)
+    if measured < wanted:
+        notes.append(f"interrupted: {measured} of {wanted} runs of each method are in the table")
     result: dict[str, Any] = {
         "environment": {
             **describe_environment(),
@@ -303,6 +317,7 @@ def run_bench(
         },
         "results": _rows(options, entries, groups, runs),
         "notes": notes,
+        "interrupted": measured < wanted,
         "unavailable": [
             {"method": name, "reason": reason, "topology": backend.topology}
             for backend in every
@@ -312,7 +327,7 @@ def run_bench(
     }
     if options.samples:
         result["samples"] = _samples(options, entries, groups, runs)
-    if options.batch_invariant == "both" and len(here) == 2:
+    if options.batch_invariant == "both" and len(here) == 2 and measured == wanted:
         result["batch_invariant_cost"] = _batch_invariant_cost(options, *here)
     return result
 
@@ -594,7 +609,9 @@ def _measure(
     params: SamplingParams,
     notes: list[str],
     progress: Progress | None,
-) -> _Runs:
+    runs: _Runs,
+) -> None:
+    """Fill ``runs``, which has all that was measured when this is interrupted."""
     total = len(entries) * (1 + options.repetitions * len(groups))
     done = 0
 
@@ -606,7 +623,6 @@ def _measure(
         tell(f"warming up {entry.method}")
         entry.generate(groups[0].token_ids, replace(params, max_tokens=_warmup_tokens(options)))
         done += 1
-    runs: _Runs = {}
     for repetition in range(options.repetitions):
         # The same prompts come again, and drafters that learn would know their answers.
         remembering = [backend.topology for backend in backends if not backend.forget()]
@@ -623,7 +639,12 @@ def _measure(
             "repetitions"
         )
     tell("done")
-    return runs
+
+
+def _whole_comparisons(runs: _Runs, num_entries: int) -> _Runs:
+    """Those of groups that all entries have had in a repetition."""
+    had = Counter(key[1:] for key in runs)
+    return {key: run for key, run in runs.items() if had[key[1:]] == num_entries}
 
 
 def _warmup_tokens(options: BenchOptions) -> int:
@@ -634,9 +655,10 @@ def _rows(
     options: BenchOptions, entries: Sequence[_Entry], groups: Sequence[_Group], runs: _Runs
 ) -> list[dict[str, Any]]:
     rows = []
-    categories = list(dict.fromkeys(group.category for group in groups))
+    measured = [g for g in range(len(groups)) if (0, g, 0) in runs]
+    categories = list(dict.fromkeys(groups[g].category for g in measured))
     for category in [*categories, "all"]:
-        members = [g for g, group in enumerate(groups) if category in (group.category, "all")]
+        members = [g for g in measured if category in (groups[g].category, "all")]
         of_category = [
             _row(options, entries, groups, runs, entry, category, members)
             for entry in range(len(entries))
@@ -665,7 +687,8 @@ def _row(
     members: Sequence[int],
 ) -> dict[str, Any]:
     entry = entries[index]
-    keys = [(g, r) for g in members for r in range(options.repetitions)]
+    repetitions = range(options.repetitions)
+    keys = [(g, r) for g in members for r in repetitions if (index, g, r) in runs]
     mine = [runs[index, g, r] for g, r in keys]
     speeds = [run.tokens_per_second for run in mine]
     ratios = [

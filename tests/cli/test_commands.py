@@ -10,10 +10,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paceline.cluster import doctor
+from paceline.bench import BenchOptions, run_bench
+from paceline.bench.run import Progress
+from paceline.cluster import cli_bench, doctor
 from paceline.cluster.cli_output import DEBUG_VARIABLE
 from paceline.cluster.doctor import Status
 from paceline.demo import DRAFTER_DIR, TARGET_DIR
@@ -116,6 +119,25 @@ def test_bench_writes_files_beside_the_json_document(cli: Cli, tmp_path: Path) -
     rows = json.loads(result.stdout)["results"]
     assert len(table.read_text().splitlines()) == len(rows) + 1
     assert "<title>demo: benchmark</title>" in html.read_text()
+
+
+def test_bench_shows_what_was_measured_before_ctrl_c(
+    cli: Cli, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(options: BenchOptions, progress: Progress, *more: Any, **rest: Any) -> Any:
+        def report(done: int, total: int, what: str) -> None:
+            progress(done, total, what)
+            if done == 7:  # the last run of the third prompt
+                raise KeyboardInterrupt
+
+        return run_bench(options, report, *more, **rest)
+
+    monkeypatch.setattr(cli_bench, "run_bench", interrupted)
+    options = ("--target", target_folder, "--methods", "prompt_lookup", "--no-peers", "-n", 4)
+    result = cli("bench", *options)
+    assert result.exit_code == 130
+    assert "all (2 prompts)" in result.stdout
+    assert "interrupted: 2 of 96 runs of each method are in the table" in result.stdout
 
 
 def test_bench_measures_a_server_beside_this_process(

@@ -96,7 +96,7 @@ def test_conversations_go_through_a_template(cli: Cli, target_folder: Path, tmp_
     assert "talks.jsonl:1" in result.stderr and "--chat" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_grid_is_trained_and_planned_with(
     cli: Cli, target_folder: Path, text_file: Path, tmp_path: Path
 ) -> None:

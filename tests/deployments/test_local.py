@@ -226,7 +226,7 @@ def test_demo(model: str) -> None:
     assert eventually(lambda: not any(map(_alive, processes)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_demo_cleans_up_after_ctrl_c() -> None:
     command = [sys.executable, "-m", "paceline.cluster.cli", "demo", "--model", "demo"]
     process = subprocess.Popen(

@@ -51,7 +51,7 @@ def reported(app: App, name: str, wanted: float, before: Scrape) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.one_of(1, slow=2)
+@pytest.mark.one_of(2)
 @pytest.mark.serve
 @pytest.mark.timeout(300)
 def test_the_endpoint_has_exactly_what_the_requests_had(app: App) -> None:

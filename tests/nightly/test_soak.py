@@ -1,6 +1,6 @@
 """A server under all sorts of clients for an hour: nothing grows, nothing hangs, nothing is wrong.
 
-PACELINE_SOAK_S sets its length: continuous integration runs a minute of it (`make soak`).
+PACELINE_SOAK_S sets its length: continuous integration runs two minutes of it (`make soak`).
 """
 
 from __future__ import annotations

@@ -374,7 +374,9 @@ def test_csv_has_every_number() -> None:
     assert lines[-1]["reason"] == "no trained head"
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (380, "dark")])
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(1280, "light"), pytest.param(380, "dark", marks=pytest.mark.slow)]
+)
 def test_the_board_in_a_browser(width: int, scheme: str, chromium: Any, tmp_path: Path) -> None:
     file = tmp_path / "board.html"
     file.write_text(render_board(board()), "utf-8")

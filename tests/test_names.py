@@ -38,6 +38,7 @@ def _classes(folder: str) -> list[tuple[str, ast.ClassDef]]:
     return found
 
 
+@pytest.mark.slow
 def test_no_public_class_name_is_defined_twice() -> None:
     places: defaultdict[str, list[str]] = defaultdict(list)
     for file, node in classes(*FOLDERS):

@@ -300,6 +300,7 @@ def test_wheel_brings_every_variant_of_the_kernels(source: Path, tmp_path: Path)
     assert "lacks" not in said
 
 
+@pytest.mark.slow
 def test_a_wheel_of_unknown_variants_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"names 'avx3': one of .*'portable'"):
         make_wheel(source, tmp_path, PACELINE_WHEEL_VARIANTS="portable avx3")

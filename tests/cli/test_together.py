@@ -140,6 +140,7 @@ def test_reason_over_two_servers_is_reason_here(
         assert here["text"] == ar_text(folder, QUESTION, 48)
 
 
+@pytest.mark.slow
 def test_reason_over_http_is_reason_here(cli: Cli) -> None:
     here = together(cli, "reason", QUESTION, *STEPS, "--threshold", 4)
     with ExitStack() as stack:

@@ -193,6 +193,7 @@ def run(engine: Engine, prompts: list[list[int]], params: SamplingParams, **knob
     return sessions
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_tokens_are_those_of_ar_in_fewer_forwards(
     temperature: float, engine: Engine, prompts: list[list[int]], plain: Any

@@ -187,6 +187,7 @@ def test_each_fits_alone(tiny_folder: Path, reference: Reference) -> None:
     assert [s.output_ids for s in sessions] == [reference(p, LONG) for p in prompts]
 
 
+@pytest.mark.slow
 def test_random_sessions_in_little_memory(tiny_folder: Path, reference: Reference) -> None:
     """Sessions come, leave and give way in any order; those that finish have AR's tokens."""
     small = small_engine(

@@ -249,6 +249,7 @@ print(found[1] / found[0])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.skipif(usable_cores().usable < 2, reason="one processor: there is nothing to wait for")
 def test_a_servers_thread_is_as_fast_as_the_one_that_measured() -> None:

@@ -393,6 +393,7 @@ def test_errors_name_the_keys_that_were_sent(url: str) -> None:
 WRONG: tuple[Any, ...] = ("text", -1, 0.5, 10**30, True, [], [None], {"type": "x"})
 
 
+@pytest.mark.slow
 @pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize(
     ("path", "model", "valid"),

@@ -112,6 +112,7 @@ def parsed(text: str) -> dict[str, Any]:
     return values
 
 
+@pytest.mark.slow
 def test_wrong_values_name_themselves_and_what_is_allowed(chart: Chart) -> None:
     lines = [line.split(" # ") for line in WRONG.strip().splitlines()]
     accepted, unclear = [], {}

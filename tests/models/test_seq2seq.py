@@ -120,7 +120,7 @@ def test_the_end_of_sequence_ends_it(folder: Path, runner: Seq2SeqRunner) -> Non
     assert session.finish_reason == "stop"
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(3, slow=3)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_every_row_gives_the_tokens_of_ar(

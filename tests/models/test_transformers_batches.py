@@ -97,7 +97,7 @@ def greedy(folder: Path, prompts: list[list[int]], count: int, *, cache: bool) -
 # --- as transformers -----------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(8, slow=3)
+@pytest.mark.one_of(8, slow=5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_and_eight_sessions_get_the_tokens_of_transformers(
     kind: str, zoo: Path, load: Load

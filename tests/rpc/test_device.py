@@ -137,6 +137,7 @@ def check_link(link: Link, temperature: float, server: RpcServer, runner: ModelR
             assert link.rtt <= travel < link.rtt + link.jitter + 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize("rtt", [0.0, 0.02, pytest.param(0.1, marks=pytest.mark.slow), 0.2])

@@ -104,6 +104,7 @@ def _node(draft: Draft, path: list[int]) -> int:
     return -1
 
 
+@pytest.mark.one_of(1, slow=2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_more_drafts_are_here_before_they_are_asked_for(
     demo: Engine, temperature: float, monkeypatch: pytest.MonkeyPatch

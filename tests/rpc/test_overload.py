@@ -59,6 +59,7 @@ def test_latency_in_steps_is_bounded_by_the_queue(model_folder: Path, load: int)
     assert done >= 0.8 * PLACES  # the places are in use all the time
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_a_server_at_twice_its_load(model_folder: Path) -> None:
     runner = load_runner(model_folder, kv_tokens=4000)

@@ -626,18 +626,18 @@ def _measure(
     for repetition in range(options.repetitions):
         # The same prompts come again, and drafters that learn would know their answers.
         remembering = [backend.topology for backend in backends if not backend.forget()]
+        if remembering and repetition == 1:
+            notes.append(
+                f"{', '.join(remembering)}: drafters that learn from earlier requests "
+                "(suffix_decoding, sam_decoding and their kin) have met the prompts in earlier "
+                "repetitions"
+            )
         for g, group in enumerate(groups):
             for turn in range(len(entries)):
                 e = (turn + g + repetition) % len(entries)
                 tell(f"{entries[e].method} on {group.category}")
                 runs[e, g, repetition] = entries[e].generate(group.token_ids, params)
                 done += 1
-    if remembering and options.repetitions > 1:
-        notes.append(
-            f"{', '.join(remembering)}: drafters that learn from earlier requests "
-            "(suffix_decoding, sam_decoding and their kin) have met the prompts in earlier "
-            "repetitions"
-        )
     tell("done")
 
 

@@ -118,7 +118,6 @@ def exact_methods(demo: Engine) -> list[str]:
 
 
 @pytest.mark.nightly
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("kind", CONSTRAINTS)
 @pytest.mark.parametrize(
     "sampling", [pytest.param({}, marks=pytest.mark.nightly), SAMPLED], ids=["greedy", "sampled"]

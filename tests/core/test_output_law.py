@@ -297,7 +297,7 @@ def test_drafts_from_the_shape_keep_the_targets_law(method: str, vocab: int, sup
 
 
 @pytest.mark.slow
-@pytest.mark.one_of(3, slow=3)
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("rule", "shape"),
     [
@@ -349,7 +349,7 @@ def test_rounds_one_after_another_keep_the_targets_law(rule: str, shape: str, su
 
 
 @pytest.mark.slow
-@pytest.mark.one_of(3, slow=2)
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("rule", ["rejection", "block", "recursive_rejection", "k_seq"])
 def test_rounds_with_drafts_that_end_early_keep_the_targets_law(rule: str) -> None:
     """A stop rule ends chains where the drafter is unsure: which tokens it drew decides."""

@@ -394,7 +394,6 @@ WRONG: tuple[Any, ...] = ("text", -1, 0.5, 10**30, True, [], [None], {"type": "x
 
 
 @pytest.mark.slow
-@pytest.mark.one_of(1, slow=3)
 @pytest.mark.parametrize(
     ("path", "model", "valid"),
     [

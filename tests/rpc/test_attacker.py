@@ -180,7 +180,7 @@ ATTACKS: dict[str, tuple[tuple[str, ...], set[str]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.one_of(3, slow=2)
+@pytest.mark.one_of(3)
 @pytest.mark.alone
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_honest_client_keeps_its_latency(

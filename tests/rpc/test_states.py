@@ -200,7 +200,6 @@ def test_sent_states_become_the_features_that_a_head_selects(
 
 
 @pytest.mark.slow
-@pytest.mark.one_of(1, slow=5)
 @pytest.mark.parametrize("method", TRAINED)
 def test_compression_costs_hardly_any_acceptance(method: str) -> None:
     """In int8 the mean accepted length is that of exact states within 3 %.

@@ -519,13 +519,10 @@ def two_domains(random_target: Path, tmp_path_factory: pytest.TempPathFactory) -
     return out, folder / "drafter"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("divergence", "rounds"),
-    [
-        pytest.param("forward_kl", 1, marks=pytest.mark.nightly),
-        *(pytest.param(each, 4, marks=pytest.mark.nightly) for each in ONLINE_DIVERGENCES),
-    ],
+    [("forward_kl", 1), *((each, 4) for each in ONLINE_DIVERGENCES)],
 )
 def test_acceptance_rises_falls_after_a_shift_and_recovers(
     two_domains: tuple[Path, Path], divergence: str, rounds: int

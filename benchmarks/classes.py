@@ -14,6 +14,9 @@ nothing, and the numbers are those of the long run.
 Seconds are processor time on one thread, with prompts. ``best`` is the method with most tokens per
 second over all groups of a class, AR among them: it knows the outcome, which nothing that learns
 can. Intervals are 95 % of a bootstrap over groups.
+
+With ``--control`` a second engine decodes every group with AR, too. The machine's own variation is
+the only difference between the two, so their ratio says what a comparison with AR can show here.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ SINGLES = ("prompt_lookup", "suffix_decoding", "copyspec")
 MORE = {"edit": ("predicted_outputs",), "json": ("forced",)}
 """Methods that only requests of that class can use."""
 PLACES = ("Lisbon", "Oslo", "Quito", "Nairobi", "Osaka", "Perth", "Lima", "Turin", "Cork", "Riga")
+CONTROL = "ar again"
+"""AR on an engine of its own, beside AR."""
 GAIN = 0.98
 """Of AR's speed: a request below it was made slower."""
 RESAMPLES = 2000
@@ -157,16 +162,16 @@ class Requests:
             yield Asked(ids, [], {})
 
 
-def methods_of(kind: str, singles: Sequence[str]) -> list[str]:
+def methods_of(kind: str, singles: Sequence[str], control: bool = False) -> list[str]:
     """The methods that are compared for a class."""
-    return ["ar", *singles, *MORE.get(kind, ()), "auto"]
+    return ["ar", *singles, *MORE.get(kind, ()), "auto", *([CONTROL] if control else [])]
 
 
 def decode(
     engine: Engine, group: Sequence[Asked], method: str, max_tokens: int
 ) -> tuple[float, list[list[int]]]:
     """Decode a group as one batch; processor seconds, and the tokens of each request."""
-    config = SpeculationConfig(method=method)
+    config = SpeculationConfig(method="ar" if method == CONTROL else method)
     began = time.process_time()
     sessions = []
     for asked in group:
@@ -223,16 +228,17 @@ def speed(timed: Sequence[Timed], method: str) -> float:
 
 def best_of(timed: Sequence[Timed]) -> str:
     """The single method that is fastest over groups."""
-    return max((m for m in timed[0].seconds if m != "auto"), key=lambda m: speed(timed, m))
+    singles = [method for method in timed[0].seconds if method not in ("auto", CONTROL)]
+    return max(singles, key=lambda method: speed(timed, method))
 
 
-def interval(timed: Sequence[Timed], over: str) -> tuple[float, float]:
-    """95 % of the speed of auto over that of another method, for other groups of the kind."""
+def interval(timed: Sequence[Timed], over: str, of: str = "auto") -> tuple[float, float]:
+    """95 % of the speed of a method over that of another one, for other groups of the kind."""
     rng = np.random.default_rng(0)
     shares = []
     for chosen in rng.integers(len(timed), size=(RESAMPLES, len(timed))):
         drawn = [timed[i] for i in chosen]
-        shares.append(speed(drawn, "auto") / speed(drawn, over))
+        shares.append(speed(drawn, of) / speed(drawn, over))
     low, high = np.percentile(shares, (2.5, 97.5))
     return float(low), float(high)
 
@@ -267,6 +273,16 @@ def report(batch: int, found: Mapping[str, list[Timed]], singles: Sequence[str])
     )
     rows["all"] = {"best": usual, "share": share, "share_low": low, "share_high": high,
                    "kept": kept}  # fmt: skip
+    if CONTROL in everything[0].seconds:
+        low, high = interval(everything, "ar", CONTROL)
+        share = speed(everything, CONTROL) / speed(everything, "ar")
+        kept = statistics.mean(each.gain(CONTROL) >= GAIN for each in everything)
+        print(
+            f"AR beside itself: {share:.2f} ({low:.2f} to {high:.2f}); "
+            f"{kept:.0%} of groups at {GAIN} x AR or above",
+            flush=True,
+        )
+        rows["control"] = {"share": share, "share_low": low, "share_high": high, "kept": kept}
     return rows
 
 
@@ -282,6 +298,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--methods", help="single methods, with commas between")
     parser.add_argument("--classes", help="only these, with commas between")
+    parser.add_argument("--control", action="store_true", help="also compare AR with itself")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="JSON file for the numbers")
     options = parser.parse_args()
@@ -289,7 +306,9 @@ def main() -> None:
     head = ("eagle", "draft_model") if options.target == "demo" else ("eagle3",)
     singles = tuple(options.methods.split(",")) if options.methods else (*SINGLES, *head)
     target = None if options.target == "demo" else options.target
-    names = dict.fromkeys(m for kind in ("", *MORE) for m in methods_of(kind, singles))
+    names = dict.fromkeys(
+        name for kind in ("", *MORE) for name in methods_of(kind, singles, options.control)
+    )
     engines = {method: load_engine(target, dtype="auto") for method in names}
     keep_loaded()  # as a replica does: to look through all of it stops a request for 0.1 s
     tokenizer = engines["ar"].tokenizer
@@ -303,7 +322,7 @@ def main() -> None:
         for kind, asked in requests.classes.items():
             if options.classes and kind not in options.classes.split(","):
                 continue
-            methods = methods_of(kind, singles)
+            methods = methods_of(kind, singles, options.control)
             timed = measure(
                 engines, kind, asked, batch, groups, methods, options.max_tokens, options.warmup
             )

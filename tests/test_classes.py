@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.classes import Requests, Timed, best_of, interval, measure, report, speed
+from benchmarks.classes import (
+    CONTROL,
+    Requests,
+    Timed,
+    best_of,
+    interval,
+    measure,
+    methods_of,
+    report,
+    speed,
+)
 from paceline.engine import Engine
 from paceline.loading import load_engine
 
@@ -37,7 +47,8 @@ def test_each_class_has_different_requests(engine: Engine, tmp_path: Path) -> No
 def test_all_methods_decode_the_same_groups(engine: Engine) -> None:
     assert engine.tokenizer is not None
     requests = Requests(engine.tokenizer, None, None, seed=0)
-    methods = ["ar", "prompt_lookup", "auto"]
+    methods = methods_of("random", ["prompt_lookup"], control=True)
+    assert methods == ["ar", "prompt_lookup", "auto", CONTROL]
     engines = {method: engine.sibling() for method in methods}
     timed = measure(engines, "random", requests.classes["random"], 2, 3, methods, 8)
     assert len(timed) == 3  # and one that warms up
@@ -84,3 +95,19 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["all"]["share"] == pytest.approx(2.0 / 1.75)
     assert rows["all"]["kept"] == 0.5
     assert "50% of groups" in capsys.readouterr().out
+
+
+def test_ar_is_compared_with_itself_and_is_no_method(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {
+        "one": [
+            Timed(100, {"ar": 1.0, "auto": 0.9, CONTROL: 0.8}),
+            Timed(100, {"ar": 1.0, "auto": 0.9, CONTROL: 1.2}),
+        ]
+    }
+    rows = report(4, found, ())
+    assert rows["one"]["best"] == "ar"
+    assert rows["control"]["share"] == pytest.approx(1.0)
+    assert rows["control"]["share_low"] == pytest.approx(1.0 / 1.2)
+    assert rows["control"]["share_high"] == pytest.approx(1.25)
+    assert rows["control"]["kept"] == 0.5
+    assert "AR beside itself: 1.00 (0.83 to 1.25); 50% of groups" in capsys.readouterr().out

@@ -309,6 +309,7 @@ def run_here(
         **session.stats.as_dict(),
         "finish_reason": session.finish_reason,
         **_note(config, session.stats.as_dict()),
+        **chat_note(request, target_path, session.text, session.finish_reason),
         **_explanation(session),
         **numerics_of,
     }
@@ -436,6 +437,19 @@ def _note(config: SpeculationConfig, statistics: Mapping[str, Any]) -> dict[str,
         "note": f"{drafted} of {rounds} rounds drafted: {why}; `--set length=fixed` shows the "
         "method anyway"
     }
+
+
+def chat_note(
+    request: GenerateOptions, target: Path | None, text: str, finish_reason: str | None
+) -> dict[str, str]:
+    """A ``note`` if a chat model had nothing to add to a prompt that was not asked as a question."""
+    from paceline.tokenizer import chat_template
+
+    if request.chat or text.strip() or finish_reason != "stop" or request.params.stop:
+        return {}
+    if target is None or not chat_template(target).source:
+        return {}
+    return {"note": "the model ended the text at once; --chat asks the prompt as a question"}
 
 
 def _write_transcript(file: Path, model: str, params: SamplingParams, done: Completion) -> None:

@@ -10,12 +10,14 @@ import select
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.chat import encode_chat, encode_prompt
 from paceline.cluster.cli_chat import Chat
+from paceline.cluster.cli_generate import GenerateOptions, chat_note
 from paceline.demo import TARGET_DIR
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument, PacelineError
@@ -197,3 +199,20 @@ def test_a_model_without_a_template_answers_no_questions(cli: Cli) -> None:
     assert done.exit_code == 2
     assert "chat" in done.stderr
     assert "smollm2" in done.stderr
+
+
+def test_a_chat_model_that_ends_a_text_at_once_is_said_to_answer_questions(tmp_path: Path) -> None:
+    for file in TARGET_DIR.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE.source)
+    plain = GenerateOptions("Hello", SamplingParams(max_tokens=4), {})
+    assert "--chat" in chat_note(plain, tmp_path, "\n", "stop")["note"]
+    for others in (
+        (replace(plain, chat=True), tmp_path, "", "stop"),
+        (replace(plain, params=SamplingParams(stop=("x",))), tmp_path, "", "stop"),
+        (plain, tmp_path, "word", "stop"),
+        (plain, tmp_path, "", "length"),
+        (plain, TARGET_DIR, "", "stop"),  # no chat model
+        (plain, None, "", "stop"),
+    ):
+        assert chat_note(*others) == {}

@@ -293,9 +293,9 @@ class Eagle(Head):
             Fuse(*self._fc, given, len(self.shallow)), self.output, stop_below,
         )  # fmt: skip
         # The first rows of what was given are the first step's states now.
-        for state, ids, last in zip(states, token_ids, given, strict=False):
+        for i, (state, ids) in enumerate(zip(states, token_ids, strict=True)):
             self.stack.commit(state.sequence, range(len(ids)))
-            state.feature, state.entry = {-1: last}, {-1: -1}
+            state.feature, state.entry = {-1: given[i]}, {-1: -1}
         return tokens.T
 
 

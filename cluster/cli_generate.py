@@ -442,7 +442,7 @@ def _note(config: SpeculationConfig, statistics: Mapping[str, Any]) -> dict[str,
 def chat_note(
     request: GenerateOptions, target: Path | None, text: str, finish_reason: str | None
 ) -> dict[str, str]:
-    """A ``note`` if a chat model had nothing to add to a prompt that was not asked as a question."""
+    """A ``note`` if a chat model added nothing to a prompt that was not asked as a question."""
     from paceline.tokenizer import chat_template
 
     if request.chat or text.strip() or finish_reason != "stop" or request.params.stop:

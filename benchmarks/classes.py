@@ -15,8 +15,9 @@ Seconds are processor time on one thread, with prompts. ``best`` is the method w
 second over all groups of a class, AR among them: it knows the outcome, which nothing that learns
 can. Intervals are 95 % of a bootstrap over groups.
 
-With ``--control`` a second engine decodes every group with AR, too. The machine's own variation is
-the only difference between the two, so their ratio says what a comparison with AR can show here.
+With ``--control`` a second engine decodes every group with AR, too. The two differ only by what the
+machine did meanwhile and by where their weights lie in its memory, so their ratio says what a
+comparison with AR can show here.
 """
 
 from __future__ import annotations
@@ -243,6 +244,19 @@ def interval(timed: Sequence[Timed], over: str, of: str = "auto") -> tuple[float
     return float(low), float(high)
 
 
+def compared(timed: Sequence[Timed], of: str, over: str) -> dict[str, float]:
+    """A method's share of another one's speed with its interval; its groups at ``GAIN``."""
+    low, high = interval(timed, over, of)
+    share = speed(timed, of) / speed(timed, over)
+    kept = statistics.mean(each.gain(of) >= GAIN for each in timed)
+    return {"share": share, "share_low": low, "share_high": high, "kept": kept}
+
+
+def shown(each: Mapping[str, float]) -> str:
+    """A share and its interval."""
+    return f"{each['share']:4.2f} ({each['share_low']:4.2f} to {each['share_high']:4.2f})"
+
+
 def report(batch: int, found: Mapping[str, list[Timed]], singles: Sequence[str]) -> dict[str, Any]:
     """Print the table of a batch size, and return its numbers."""
     print(f"\nbatch {batch}\n{'class':16} groups  AR tok/s  best{'':17}x AR   auto  auto / best")
@@ -250,39 +264,33 @@ def report(batch: int, found: Mapping[str, list[Timed]], singles: Sequence[str])
     for kind, timed in found.items():
         best = best_of(timed)
         ar, top, auto = (speed(timed, method) for method in ("ar", best, "auto"))
-        low, high = interval(timed, best)
+        beside_best = compared(timed, "auto", best)
         print(
             f"{kind:16} {len(timed):6} {ar:9.1f}  {best:20} {top / ar:4.2f}   {auto / ar:4.2f}  "
-            f"{auto / top:4.2f} ({low:4.2f} to {high:4.2f})"
+            f"{shown(beside_best)}"
         )
         rows[kind] = {
             "groups": len(timed), "ar": ar, "best": best, "best_x": top / ar, "auto_x": auto / ar,
-            "share": auto / top, "share_low": low, "share_high": high,
+            **beside_best,
             "all_x": {m: speed(timed, m) / ar for m in timed[0].seconds},
         }  # fmt: skip
     everything = [each for timed in found.values() for each in timed]
     usual = max(("ar", *singles), key=lambda m: speed(everything, m))
-    low, high = interval(everything, usual)
-    share = speed(everything, "auto") / speed(everything, usual)
-    kept = statistics.mean(each.gain("auto") >= GAIN for each in everything)
+    beside_usual = compared(everything, "auto", usual)
+    rows["all"] = {"best": usual, **beside_usual}
     print(
-        f"all: auto {share:.2f} ({low:.2f} to {high:.2f}) x {usual}, the best single method over "
-        f"all, and {speed(everything, 'auto') / speed(everything, 'ar'):.2f} x AR; "
-        f"{kept:.0%} of groups at {GAIN} x AR or above",
+        f"all: auto {shown(beside_usual)} x {usual}, the best single method over all, and "
+        f"{speed(everything, 'auto') / speed(everything, 'ar'):.2f} x AR; "
+        f"{beside_usual['kept']:.0%} of groups at {GAIN} x AR or above",
         flush=True,
     )
-    rows["all"] = {"best": usual, "share": share, "share_low": low, "share_high": high,
-                   "kept": kept}  # fmt: skip
     if CONTROL in everything[0].seconds:
-        low, high = interval(everything, "ar", CONTROL)
-        share = speed(everything, CONTROL) / speed(everything, "ar")
-        kept = statistics.mean(each.gain(CONTROL) >= GAIN for each in everything)
+        rows["control"] = control = compared(everything, CONTROL, "ar")
         print(
-            f"AR beside itself: {share:.2f} ({low:.2f} to {high:.2f}); "
-            f"{kept:.0%} of groups at {GAIN} x AR or above",
+            f"AR beside itself: {shown(control)}; "
+            f"{control['kept']:.0%} of groups at {GAIN} x AR or above",
             flush=True,
         )
-        rows["control"] = {"share": share, "share_low": low, "share_high": high, "kept": kept}
     return rows
 
 

@@ -119,9 +119,7 @@ def exact_methods(demo: Engine) -> list[str]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", CONSTRAINTS)
-@pytest.mark.parametrize(
-    "sampling", [pytest.param({}, marks=pytest.mark.nightly), SAMPLED], ids=["greedy", "sampled"]
-)
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_every_exact_method_has_the_textbook_tokens(
     demo: Engine, prompt: list[int], kind: str, sampling: dict[str, float]
 ) -> None:

@@ -15,12 +15,13 @@ from paceline.models.native_structs import (
     CLayer,
     CModel,
     CRows,
+    CShortlist,
     CWeight,
     address,
     check_structs,
     path_addresses,
 )
-from paceline.models.ops import Fuse, Stack
+from paceline.models.ops import Fuse, Shortlist, Stack
 from paceline.models.packing import Packer, Packing, Weight
 from paceline.models.rows import Rows
 from paceline.models.threads import Threads
@@ -75,7 +76,7 @@ class NativeOps:
         self._rmsnorm = function("rmsnorm", "pppiif")
         self._finish_logits = function("finish_logits", "ppn")
         self._linear = function("linear", "ppippiiii")
-        self._greedy_chain = function("greedy_chain", "ppipppipppppipiipppipppp")
+        self._greedy_chain = function("greedy_chain", "ppipppippppppipiipppipppp")
         self.packer = Packer(dtype, int8=int8, int4=int4, numerics=numerics)
         self._tables: dict[int, tuple[Stack, Any, Any, int]] = {}
         self.threads: Threads | None = None
@@ -167,6 +168,7 @@ class NativeOps:
         fuse: Fuse | None = None,
         stop_below: FloatArray | None = None,
         vocabulary: Tensor | None = None,
+        shortlist: Shortlist | None = None,
     ) -> IntArray:
         """Give sequences some tokens and continue each by argmax.
 
@@ -183,6 +185,7 @@ class NativeOps:
                 # [num_steps, num_sequences]
             vocabulary: the token of each of the head's logits; None if they are all tokens.
                 # int64 [num_logits]
+            shortlist: of the head's logits; None: all of them are computed.
 
         Returns:
             The new tokens; -1 behind the end of a sequence.  # [num_steps, num_sequences]
@@ -198,6 +201,7 @@ class NativeOps:
         tokens = np.empty((num_steps, count), np.int64)
         lengths = np.full(count, num_steps, np.int32)
         head_weight = CWeight.of(head)
+        likely = None if shortlist is None else CShortlist.of(shortlist)
         fusing: tuple[int | None, ...] = (None, 0, None, None)
         if fuse is not None:
             fuse_weight = CWeight.of(fuse.weight)
@@ -214,6 +218,7 @@ class NativeOps:
             ctypes.addressof(head_weight),
             head.num_outputs,
             address(vocabulary),
+            None if likely is None else ctypes.addressof(likely),
             keys.data_ptr(),
             values.data_ptr(),
             ctypes.addressof(packed),

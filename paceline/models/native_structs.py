@@ -10,7 +10,16 @@ import numpy.typing as npt
 import torch
 
 from paceline.models.differences import Activation, Rope
-from paceline.models.ops import AdaptedLayer, Adapter, Experts, Layer, LowPart, LowRank, Stack
+from paceline.models.ops import (
+    AdaptedLayer,
+    Adapter,
+    Experts,
+    Layer,
+    LowPart,
+    LowRank,
+    Shortlist,
+    Stack,
+)
 from paceline.models.packing import Weight
 from paceline.models.rows import Rows
 
@@ -110,6 +119,26 @@ class CAdapted(ctypes.Structure):
     def of(cls, layer: AdaptedLayer) -> CAdapted:
         """Points to the weights' data."""
         return cls(*map(CLowRank.of, layer))
+
+
+class CShortlist(ctypes.Structure):
+    """``struct shortlist``."""
+
+    _fields_ = [
+        ("encode", CWeight),
+        ("rows", CWeight),
+        ("exact", ctypes.c_void_p),
+        ("rank", ctypes.c_int32),
+        ("margin", ctypes.c_float),
+    ]
+
+    @classmethod
+    def of(cls, likely: Shortlist) -> CShortlist:
+        """Points to the weights' data."""
+        return cls(
+            CWeight.of(likely.encode), CWeight.of(likely.rows), likely.exact.data_ptr(),
+            likely.encode.num_outputs, likely.margin,
+        )  # fmt: skip
 
 
 class CModel(ctypes.Structure):
@@ -263,7 +292,7 @@ class CLayer(ctypes.Structure):
         )
 
 
-STRUCTS = (CRows, CModel, CWeight, CLayer, CExperts, CLowPart, CLowRank, CAdapted)
+STRUCTS = (CRows, CModel, CWeight, CLayer, CExperts, CLowPart, CLowRank, CAdapted, CShortlist)
 """In the order of ``struct_size`` in kernels/decode.c."""
 
 

@@ -169,17 +169,34 @@ class Fuse(NamedTuple):
     layer: int = 0
 
 
+class Shortlist(NamedTuple):
+    """Tells which logits of a state are worth computing (:mod:`paceline.models.heads.shortlist`).
+
+    Attributes:
+        encode, rows: of the approximate logits ``rows @ (encode @ state)``.
+        exact: the output layer.  # bfloat16 [num_logits, hidden]
+        margin: computed are the logits whose approximation is less than this below the highest.
+    """
+
+    encode: Weight  # [rank, hidden]
+    rows: Weight  # [num_logits, rank]
+    exact: Tensor
+    margin: float
+
+
 class Output(NamedTuple):
     """Makes logits from states.
 
     Attributes:
         norm: before the product; None for none.
         vocabulary: the token of each logit, for a part of the vocabulary.  # int64 [num_logits]
+        shortlist: chains by argmax compute these logits alone; None: all.
     """
 
     norm: Tensor | None
     weight: Weight  # [num_logits, hidden]
     vocabulary: Tensor | None
+    shortlist: Shortlist | None = None
 
 
 class Ops(Protocol):

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from paceline import gguf_folder
 from paceline.errors import InvalidArgument, ModelNotFound
+from paceline.models.heads.shortlist import FILE as SHORTLIST_FILE
+from paceline.models.heads.shortlist import LowRankLogits, read_shortlist
 from paceline.models.heads.storage import pack, unpack
 from paceline.models.layouts import INDEX, read_config, stored_tensors
 from paceline.models.llama import LlamaRunner
@@ -215,9 +217,11 @@ class Head(nn.Module, ABC):
             nodes have any number and depth, and read nothing of the target behind the features.
         last_acceptance: of a head that estimates it: how likely the target accepts a token drawn
             from each row of its last answer.  # [num_rows]
+        shortlist: of a loaded head, if one lies beside its weights; ``eagle3`` uses it.
     """
 
     last_acceptance: FloatArray | None = None
+    shortlist: LowRankLogits | None = None
     kind: ClassVar[str]
     needs: ClassVar[frozenset[Need]] = frozenset({Need.HIDDEN_STATES})
     training_needs: ClassVar[frozenset[Need]] = frozenset()
@@ -396,6 +400,7 @@ class Head(nn.Module, ABC):
         tensors = {name: value.cpu().contiguous() for name, value in self.state_dict().items()}
         for name, parameter in self.named_parameters():
             tensors |= pack(name, parameter.detach(), int8=int8)
+        (folder / SHORTLIST_FILE).unlink(missing_ok=True)  # of other weights
         part = folder / "model.safetensors.tmp"
         save_file(tensors, part)
         part.replace(folder / "model.safetensors")
@@ -462,6 +467,7 @@ def load_head(cls: type[Head], folder: Path, target: HeadTarget) -> Head:
         raise ModelNotFound(f"{file} does not fit its config.json: {error}") from error
     head.to(target.embedding.device, target.embedding.dtype).requires_grad_(False)
     head.eval()
+    head.shortlist = read_shortlist(folder)
     head.prepare()
     return head
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.errors import InvalidArgument
+from paceline.errors import InvalidArgument, ModelNotFound
 from paceline.models.heads.base import (
     Head,
     HeadBatch,
@@ -36,7 +36,7 @@ from paceline.models.heads.eagle import (
 )
 from paceline.models.heads.layer import TargetLayers, layer_ops
 from paceline.models.heads.published_eagle import PublishedEagle3, layout_like_target
-from paceline.models.ops import Output
+from paceline.models.ops import Output, Shortlist
 from paceline.models.packing import Weight
 from paceline.types import Need
 
@@ -117,14 +117,14 @@ class Eagle3(Eagle):
         return projected
 
     @property
-    def _output_rows(self) -> Tensor:
+    def output_rows(self) -> Tensor:
         """The target's output layer for the tokens that the head can draft; no copy for all."""
         lm_head = self.target.lm_head
         return lm_head if len(self.vocabulary) == len(lm_head) else lm_head[self.vocabulary]
 
     def some_logits(self, drafted: Tensor) -> Tensor:
         """Logits of the tokens in :attr:`vocabulary`.  # [..., hidden_size] -> [..., num_logits]"""
-        return F.linear(self.norm(drafted), self._output_rows)
+        return F.linear(self.norm(drafted), self.output_rows)
 
     def logits(self, drafted: Tensor) -> Tensor:
         some = self._fast_logits(drafted)
@@ -154,8 +154,18 @@ class Eagle3(Eagle):
         if self.options.int4:
             # A rounding error of logits weighs more than one of states.
             ops = layer_ops(self.target.config, self.fc.weight, int8=True)
-        weight = ops.pack(self._output_rows.contiguous())
-        self.output = Output(self.norm.weight.detach(), weight, self.vocabulary)
+        rows = self.output_rows.contiguous()
+        likely = self.shortlist
+        if likely is not None and likely.encode.shape[1] != rows.shape[1]:
+            sizes = f"{likely.encode.shape[1]} numbers of a state, not of {rows.shape[1]}"
+            raise ModelNotFound(f"the head's shortlist is one of {sizes}")
+        packed = None
+        if likely is not None:
+            packed = Shortlist(
+                wide.pack(likely.encode.to(rows.dtype)), ops.pack(likely.rows(rows)),
+                rows.bfloat16(), likely.margin,
+            )  # fmt: skip
+        self.output = Output(self.norm.weight.detach(), ops.pack(rows), self.vocabulary, packed)
 
 
 class TrainedEagle3(PublishedEagle3):

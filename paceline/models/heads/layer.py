@@ -294,7 +294,8 @@ class LayerStack:
         return self.ops.greedy_chain(
             self.stack, len(self.stack.layers), target.embedding, output.norm, output.weight,
             self.pool.keys, self.pool.values, rows, given, num_steps,
-            fuse=fuse, vocabulary=output.vocabulary, stop_below=stop_below,
+            fuse=fuse, vocabulary=output.vocabulary, shortlist=output.shortlist,
+            stop_below=stop_below,
         )  # fmt: skip
 
     def commit(self, sequence: PooledSequence, entries: Sequence[int]) -> None:

@@ -292,6 +292,6 @@ EXPORT int struct_size(int which)
 {
     const size_t sizes[] = {sizeof(struct rows), sizeof(struct model), sizeof(struct weight),
                             sizeof(struct layer), sizeof(struct experts), sizeof(struct low_part), sizeof(struct low_rank),
-                            sizeof(struct adapted)};
+                            sizeof(struct adapted), sizeof(struct shortlist)};
     return which >= 0 && which < (int)(sizeof sizes / sizeof *sizes) ? (int)sizes[which] : 0;
 }

@@ -476,6 +476,20 @@ EXPORT void NAME(finish_logits)(const struct model *m, ELEM *logits, size_t coun
     }
 }
 
+/* Replaces the likely ones of approximate logits by those of the output layer. */
+static void NAME(look_again)(const struct shortlist *s, const ELEM *x, ELEM *logits, int hidden, int vocab)
+{
+    const float least = NAME(highest)(logits, vocab) - s->margin;
+    for (int i = 0; i < vocab; i++) {
+        if (LOAD(logits[i]) < least)
+            continue;
+        vec products = set_(0.0f);
+        for (int d = 0; d < hidden; d += WIDTH)
+            products = fma_(READ(x, d, hidden - d), read_(s->exact, (size_t)i * hidden + d, hidden - d, 1), products);
+        WRITE(logits, i, set_(sum_of(products)), 1);
+    }
+}
+
 /* Gives `count` sequences tokens that they have not seen, and continues each by `steps` tokens: every token
  * is the argmax after the one before. All steps in one call, because a small model takes less time than the
  * code around it.
@@ -484,6 +498,7 @@ EXPORT void NAME(finish_logits)(const struct model *m, ELEM *logits, size_t coun
  * further step, one step after the other.
  * final_norm: NULL if logits come from the last state as it is.
  * vocabulary: the token of each of the head's `vocab` logits, or NULL if they are all tokens.
+ * shortlist: with it, only likely tokens get logits by the head; or NULL.
  * states: filled with the residual stream after each layer, [steps, num_layers, count, hidden], or NULL.
  * With states, each sequence is given one token.
  * fuse: with it, the input of layer fuse_at is fuse * [state before that layer, feature]; the layers before
@@ -495,6 +510,7 @@ EXPORT void NAME(finish_logits)(const struct model *m, ELEM *logits, size_t coun
 EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers, int num_layers,
                               const ELEM *embedding, const ELEM *final_norm,
                               const struct weight *head, int vocab, const int64_t *vocabulary,
+                              const struct shortlist *shortlist,
                               ELEM *keys, ELEM *values, const struct rows *rows,
                               const int64_t *given, int num_given, const int32_t *ends,
                               int count, int steps, int64_t *tokens, ELEM *states, const struct weight *fuse, int fuse_at,
@@ -503,12 +519,13 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
     const struct NAME(joint) none = {NULL, 1.0f, m->eps};
     const size_t hidden = m->hidden, bytes = hidden * sizeof(ELEM);
     const size_t pairs = fuse ? 2 * (size_t)num_given : 0;
-    const size_t size = (num_given + count + pairs) * bytes + count * vocab * sizeof(ELEM);
+    const size_t encoded = shortlist ? (size_t)count * shortlist->rank : 0;
+    const size_t size = (num_given + count + pairs) * bytes + (count * vocab + encoded) * sizeof(ELEM);
     ELEM *x = aligned_alloc(64, (size + 63) & ~(size_t)63);
     if (!x)
         return 1;
     ELEM *normed = x + num_given * hidden, *both = normed + count * hidden;
-    ELEM *logits = both + pairs * hidden;
+    ELEM *logits = both + pairs * hidden, *inner = logits + (size_t)count * vocab;
     int failed = 0, left = count, at = 0;
     for (int s = 0; s < steps && left && !failed; s++) {
         const int num_rows = s ? count : num_given;
@@ -541,8 +558,18 @@ EXPORT int NAME(greedy_chain)(const struct model *m, const struct layer *layers,
             memcpy(features, x, count * bytes);
         if (final_norm)
             NAME(add_rmsnorm)(x, NULL, none, final_norm, normed, count, m->hidden, m->eps);
-        failed |= NAME(linear)(final_norm ? normed : x, head->packed, (int)head->packing, NULL, logits,
-                               count, m->hidden, vocab, m->threads);
+        const ELEM *out = final_norm ? normed : x;
+        if (shortlist) {
+            const struct weight *encode = &shortlist->encode, *all = &shortlist->rows;
+            failed |= NAME(linear)(out, encode->packed, (int)encode->packing, NULL, inner, count, m->hidden,
+                                   shortlist->rank, m->threads);
+            failed |= NAME(linear)(inner, all->packed, (int)all->packing, NULL, logits, count, shortlist->rank,
+                                   vocab, m->threads);
+            for (int r = 0; r < count; r++)
+                NAME(look_again)(shortlist, out + r * hidden, logits + (size_t)r * vocab, m->hidden, vocab);
+        } else
+            failed |= NAME(linear)(out, head->packed, (int)head->packing, NULL, logits, count, m->hidden, vocab,
+                                   m->threads);
         NAME(finish_logits)(m, logits, (size_t)count * vocab);
         for (int r = 0; r < count; r++) {
             const ELEM *row = logits + (size_t)r * vocab;

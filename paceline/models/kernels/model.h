@@ -92,6 +92,14 @@ struct experts {
     struct weight shared_gate_up, shared_down; /* of an expert that all rows take, or nothing */
 };
 
+/* Which logits are worth their full products: rows * (encode * x) is near them. */
+struct shortlist {
+    struct weight encode, rows; /* [rank, hidden], [vocab, rank] */
+    const uint16_t *exact;      /* the output layer, [vocab, hidden], bfloat16 */
+    int32_t rank;
+    float margin; /* computed in full: those that look less than this below the best one */
+};
+
 struct layer {
     const void *input_norm; /* or NULL */
     struct weight qkv;

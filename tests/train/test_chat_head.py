@@ -20,7 +20,8 @@ from paceline.errors import ModelNotFound
 from paceline.loading import load_engine
 from paceline.models.heads.base import HeadTarget
 from paceline.models.heads.dspark import DSparkOptions
-from paceline.models.heads.eagle3 import Eagle3Options
+from paceline.models.heads.eagle import MEASURED_DEPTH
+from paceline.models.heads.eagle3 import Eagle3, Eagle3Options
 from paceline.request import Request
 from paceline.sampling import SamplingParams
 from paceline.session import Session
@@ -37,6 +38,7 @@ from paceline.train.chat_head import (
     write_features,
 )
 from paceline.train.conversations import TOP_K, Conversation, save
+from paceline.train.shortlist import states_of
 
 LAYERS = (2, 10, 18)
 OPTIONS = Eagle3Options(features=LAYERS, vocabulary=2048, unroll=2, int8=False)
@@ -295,3 +297,20 @@ def test_trained_blocks_draft_as_measured(talks: list[Talk], tmp_path: Path) -> 
         assert list(session.token_ids) == talk.tokens.tolist()[: len(session.token_ids)]
     sizes = [len(event.token_ids) for of in events.values() for event in of[1:]]
     assert sum(sizes) / len(sizes) == pytest.approx(after, abs=0.35)
+
+
+def test_a_shortlist_is_fitted_to_what_chains_are_drafted_from(talks: list[Talk]) -> None:
+    """All depths of all places, beginning with what drafting reads from the first one."""
+    torch.manual_seed(1)
+    head = Eagle3(HeadTarget.from_folder(TARGET_DIR), OPTIONS).eval().requires_grad_(False)
+    head.prepare()
+    talk = talks[0]
+    states = states_of(head, talk)
+    places = talk.positions - 2
+    assert len(states) == sum(int((places >= depth).sum()) for depth in range(MEASURED_DEPTH))
+    place = int(places[0])
+    read = ChatBatch.of([talk]).features[0, : place + 1].float()
+    drafted = head.root([head.new_state()], [read], [talk.tokens[1 : place + 2].tolist()])
+    torch.testing.assert_close(
+        states[0] @ head.output_rows.T, drafted[0, head.vocabulary], atol=1e-3, rtol=1e-3
+    )

@@ -27,6 +27,8 @@ from paceline.train.chat_head import ChatBatch, Talk, read_talks, write_features
 
 LENGTH = 1024
 """Tokens of a conversation that count."""
+MOST = 128
+"""Conversations at most: their states, five for each token of an answer, are in memory together."""
 
 
 def fit(folder: Path, model: str, conversations: Path, rank: int = RANK) -> LowRankLogits:
@@ -39,18 +41,21 @@ def fit(folder: Path, model: str, conversations: Path, rank: int = RANK) -> LowR
             target's features.
 
     Raises:
-        InvalidArgument: the folder has no conversations, or the rank is too high.
+        InvalidArgument: the folder has no conversations, the head is of another kind or has the
+            layer of published drafters, or the rank is too high.
         ModelNotFound: there is no such head.
     """
     target = HeadTarget.from_folder(model_folder(resolve_model(model)))
     head = load_head(Eagle3, folder, target)
-    assert isinstance(head, Eagle3)
+    if not isinstance(head, Eagle3):
+        raise InvalidArgument("head", str(folder), "an eagle3 without the option published")
     write_features(conversations, model, head.options.features, LENGTH)
     training, held_out = read_talks([conversations], LENGTH, head.options.features)
     talks = [*training, *held_out]
     if not talks:
         raise InvalidArgument("conversations", str(conversations), "a folder with conversations")
-    states = torch.cat([states_of(head, talk) for talk in tqdm(talks, desc="states", unit="talk")])
+    some = talks[:: -(-len(talks) // MOST)]
+    states = torch.cat([states_of(head, talk) for talk in tqdm(some, desc="states", unit="talk")])
     made = fit_shortlist(states, head.output_rows, rank)
     save_shortlist(folder, made)
     return made

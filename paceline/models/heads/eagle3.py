@@ -155,12 +155,11 @@ class Eagle3(Eagle):
             # A rounding error of logits weighs more than one of states.
             ops = layer_ops(self.target.config, self.fc.weight, int8=True)
         rows = self.output_rows.contiguous()
-        likely = self.shortlist
+        likely, packed = self.shortlist, None
         if likely is not None and likely.encode.shape[1] != rows.shape[1]:
             sizes = f"{likely.encode.shape[1]} numbers of a state, not of {rows.shape[1]}"
             raise ModelNotFound(f"the head's shortlist is one of {sizes}")
-        packed = None
-        if likely is not None:
+        if likely is not None and self.stack.has_chains(self.target):  # torch would not use it
             packed = Shortlist(
                 wide.pack(likely.encode.to(rows.dtype)), ops.pack(likely.rows(rows)),
                 rows.bfloat16(), likely.margin,

@@ -39,9 +39,16 @@ _BEES = (
     "pollen from flowers, and they turn the nectar into honey, which feeds the colony in winter. "
     "A worker bee visits up to 1,500 flowers to fill its honey stomach once."
 )
+_BEES_TO_CORRECT = (
+    "The workers collects nectar and pollen from flowers, and they turns the nectar into honey. A "
+    "worker bee visit up to 1,500 flowers to fill its honey stomach once. The queen lay up to 2,000 "
+    "eggs a day, and she live for several years."
+)
 AR = SpeculationConfig(method="ar")
 REPEATS = 3
 """Timed runs of each prompt with each method, interleaved; the table shows medians."""
+NUM_FIRST_TOKENS = 4
+"""Tokens that each method generates behind a prompt before it is timed."""
 CALL_TIMEOUT_S = 60.0
 
 
@@ -66,6 +73,7 @@ DEMOS = {
             "question": "What is the capital of France, and what is it known for?",
             "code": "Write a Python function that reverses a string.",
             "summary": f"Summarize the following text:\n\n{_BEES}",
+            "edit": f"Correct the grammar of this text:\n\n{_BEES_TO_CORRECT}",
         },
         chat=True,
         remembers=True,
@@ -259,9 +267,11 @@ def _measure(
             for method in methods:
                 timed(method)
 
-    client.complete(
-        prompt, replace(params, max_tokens=1), AR
-    )  # so that all runs find the prompt in the cache
+    # All timed runs find the prompt in the caches. Drafts come first: a head of method `auto` does not
+    # read what only the target has in its cache.
+    first = replace(params, max_tokens=min(params.max_tokens, NUM_FIRST_TOKENS))
+    for method in (drafts, AR):
+        client.complete(prompt, first, method)
     report_and_time(AR)
     timed(drafts)
     again = (AR,) if prompts.demo.remembers else (AR, drafts)

@@ -41,8 +41,8 @@ _BEES = (
 )
 _BEES_TO_CORRECT = (
     "The workers collects nectar and pollen from flowers, and they turns the nectar into honey. A "
-    "worker bee visit up to 1,500 flowers to fill its honey stomach once. The queen lay up to 2,000 "
-    "eggs a day, and she live for several years."
+    "worker bee visit up to 1,500 flowers to fill its honey stomach once. The queen lay up to "
+    "2,000 eggs a day, and she live for several years."
 )
 AR = SpeculationConfig(method="ar")
 REPEATS = 3
@@ -267,8 +267,8 @@ def _measure(
             for method in methods:
                 timed(method)
 
-    # All timed runs find the prompt in the caches. Drafts come first: a head of method `auto` does not
-    # read what only the target has in its cache.
+    # All timed runs find the prompt in the caches. Drafts come first: a head of method `auto` does
+    # not read what only the target has in its cache.
     first = replace(params, max_tokens=min(params.max_tokens, NUM_FIRST_TOKENS))
     for method in (drafts, AR):
         client.complete(prompt, first, method)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from ray.serve import Application
@@ -36,6 +37,10 @@ _COMMON: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 0.1,
 }
 
+_ROUTER_LOCK = threading.Lock()
+"""Ray pickles a router by marking its module in a set of the process, and forgets the mark after:
+of two threads that build an application at once, the second would find it gone."""
+
 
 def build(args: dict[str, Any]) -> Application:
     """The Serve application that ``args`` describe.
@@ -66,11 +71,13 @@ def _target(
     limits = config.target.limits
     # By its path: Serve pickles a class, and the controller has no need to load this one.
     router = "paceline.deployments.affinity:AffinityRouter"
+    with _ROUTER_LOCK:
+        router_config = RequestRouterConfig(
+            request_router_class=router, request_router_kwargs={"standby": config.target.standby}
+        )
     return TargetDeployment.options(
         name=TARGET,
-        request_router_config=RequestRouterConfig(
-            request_router_class=router, request_router_kwargs={"standby": config.target.standby}
-        ),
+        request_router_config=router_config,
         **_num_replicas(config, config.target),
         max_replicas_per_node=1 if config.direct.enabled and config.direct.port else None,
         # The engine refuses what exceeds its limits, with a reason; Serve would queue it. A full

@@ -300,6 +300,15 @@ class _Candidate:
             "promised_tokens_per_second": round(self.promised, 1),
         }
 
+    def has_saved(self, seconds: float) -> None:
+        """Learn what asking it was worth."""
+        self.worth = WORTH_MEMORY * self.worth + (1.0 - WORTH_MEMORY) * seconds
+
+    def pass_over(self) -> None:
+        """Count what is known less: drafts that are not made teach nothing."""
+        for known in self.acceptance.values():
+            known.fade()
+
     def usual(self) -> list[float]:
         """The acceptance of the class of drafts that it knows best."""
         known = max(self.acceptance.values(), key=lambda each: each.experience, default=None)
@@ -416,7 +425,7 @@ class Auto:
         if draft.num_nodes and is_chain(draft.parent_indices):
             self._found[drafter] = draft
         else:
-            self._candidates[drafter].worth *= WORTH_MEMORY
+            self._candidates[drafter].has_saved(0.0)
 
     def pick(self, drafters: Sequence[str]) -> Pick:
         """As :meth:`paceline.types.Portfolio.pick`."""
@@ -438,9 +447,7 @@ class Auto:
         second = max((offer.gain(speed) for offer in rivals), default=best.gain(speed))
         lead = 0.0 if chosen is None else (best.gain(speed) - second) / speed
         for name in self._found:
-            candidate = self._candidates[name]
-            saved = lead if name == chosen else 0.0
-            candidate.worth = WORTH_MEMORY * candidate.worth + (1.0 - WORTH_MEMORY) * saved
+            self._candidates[name].has_saved(lead if name == chosen else 0.0)
         saved = 0.0 if chosen is None else (best.gain(speed) - offers[0].gain(speed)) / speed
         self._rest.looked(saved, self._load.num_running * self._known.look, verify[0])
         if chosen is None:
@@ -451,7 +458,10 @@ class Auto:
         costs = dict.fromkeys(drafters, HEAD_COST)
         workload, worth = crowded(self._workload, self._load.num_running), speed * verify[0]
         self._promise = _Promise(workload, costs, chosen, lead / verify[0], best.tokens, worth)
-        probe = self._probe([name for name in drafters if name != chosen])
+        others = [name for name in drafters if name != chosen]
+        for name in others:
+            self._candidates[name].pass_over()
+        probe = self._probe(others)
         self._step.asked.append(Budget(depth, depth))
         self._step.has_shadow |= probe is not None
         self._step.more_than_looks |= probe is not None or chosen in drafters

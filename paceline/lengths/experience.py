@@ -9,6 +9,7 @@ nothing of any text. As a document it outlives the engine and goes to others
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,9 @@ FIRST_BY_MATCH = 0.6, 0.6, 0.6, 0.8, 0.9
 FIRST_OF_FORCED = 0.95  # what a constraint forces is wrong only where tokens are cut otherwise
 RELAY = "relay"  # what is looked up behind a model's draft
 TRIAL_ROUNDS = 64.0  # rounds of sessions with a drafter, until it is known whether it pays
+# Rounds of AR by which what a draft saves in a round varies; over n rounds, sqrt(n) times as many.
+# Alone, a drafter is refused only where it lacks more; in a crowd all sessions wait for its trial.
+DOUBT = 0.5
 TRIAL_SESSIONS = 2  # of a crowd that try a drafter of which nothing is known
 # Drafters that read and draft only when they are asked: what that costs, the session sees itself.
 LOOKUPS = frozenset({"forced", "predicted_outputs", SUFFIX, "copyspec", "prompt_lookup"})
@@ -78,6 +82,13 @@ class DepthRates:
             self._tried = [value / weight for value in tried]
             self._hit = [value / weight for value in hit]
             self._weight = 1.0
+
+    def fade(self) -> None:
+        """Count what it knows less: a draft would have come, and was not made.
+
+        A model that is not chosen hardly drafts. What a session has once seen of it would stay.
+        """
+        self._weight, self._known = self._weight / self._memory, None
 
     @property
     def experience(self) -> float:
@@ -203,7 +214,8 @@ class Roster:
             key = kind, drafter
             known = self.seen.get(key, Balance())
             if known.rounds >= TRIAL_ROUNDS:
-                pays = known.saved >= known.cost
+                doubt = DOUBT * math.sqrt(known.rounds) if num_sessions < CROWD else 0.0
+                pays = known.saved + doubt >= known.cost
                 break
         else:  # all of a crowd would wait for what each of them tries
             key = crowded(workload, num_sessions), drafter

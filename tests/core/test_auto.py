@@ -25,13 +25,14 @@ from paceline.engine import Engine
 from paceline.engine.intake import LONGEST_READ
 from paceline.errors import InvalidArgument
 from paceline.lengths import goodput
-from paceline.lengths.auto import LEARNING_SHARE, Auto, _class_of, _Known
+from paceline.lengths.auto import LEARNING_SHARE, MEMORY, Auto, _class_of, _Known
 from paceline.lengths.base import LengthContext, length_bounds
 from paceline.lengths.experience import (
     MOST_WEIGHT,
     TRIAL_ROUNDS,
     TRIAL_SESSIONS,
     TRY_AGAIN,
+    DepthRates,
     Experience,
     Members,
     Roster,
@@ -457,7 +458,7 @@ def test_a_head_reads_no_long_prompt() -> None:
 def test_a_head_that_is_not_chosen_joins_few_sessions() -> None:
     engine = load_engine()
     roster = experience_of(engine.length_context).roster
-    for _ in range(100):
+    for _ in range(400):
         roster.count("short", {"eagle": 0.04}, None, 0.0)
     assert sum(has_head(engine) for _ in range(2 * TRY_AGAIN)) == 2
     for _ in range(10):
@@ -626,11 +627,38 @@ def test_in_a_batch_lookups_read_where_the_text_repeats() -> None:
 
 def test_what_a_drafter_saved_counts_against_what_it_cost() -> None:
     roster = Roster()
-    for chosen in ("a", None, None, None) * 25:
+    for chosen in ("a", None, None, None) * 100:
         roster.count("short", {"a": 0.04, "b": 0.04}, chosen, 0.2)
     assert all(roster.joins("a", "short", 1) for _ in range(TRY_AGAIN))  # 5 rounds for 4
     assert sum(roster.joins("b", "short", 1) for _ in range(2 * TRY_AGAIN)) == 2
     assert all(roster.joins("b", "long", 1) for _ in range(TRY_AGAIN))  # nothing known
+
+
+def test_one_bad_text_refuses_no_drafter() -> None:
+    roster = Roster()
+    bad, good = crowded("short", 8), "short"
+    for kind in (bad, good):  # 100 rounds, each 3 % slower than AR's
+        for _ in range(100):
+            roster.count(kind, {"a": 0.02}, "a", -0.01)
+    assert all(roster.joins("a", good, 1) for _ in range(TRY_AGAIN))
+    assert sum(roster.joins("a", good, 8) for _ in range(TRY_AGAIN)) == 1  # it would cost them all
+    for _ in range(300):
+        roster.count(good, {"a": 0.02}, "a", -0.05)
+    assert sum(roster.joins("a", good, 1) for _ in range(TRY_AGAIN)) == 1
+
+
+def test_a_model_that_is_left_is_soon_tried_again() -> None:
+    known = DepthRates(3, lambda: [0.6, 0.6, 0.6], MEMORY)
+    for _ in range(20):
+        known.observe(2, 0)
+    assert known.rates()[0] < 0.3
+    expected = [known.rates()[0]]
+    for _ in range(60):  # rounds
+        known.fade()
+        expected.append(known.rates()[0])
+    assert expected == sorted(expected)
+    assert 0.5 < expected[-1] < 0.6
+    assert known.rates()[1] == 0.6
 
 
 def test_some_sessions_of_a_crowd_try_what_is_new() -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +29,7 @@ from paceline.deployments.config import ConfigFile, read_config_file
 from paceline.errors import InvalidArgument
 from paceline.model_names import get_model, resolve_model
 from paceline.plan import resolve
-from paceline.rpc.client import Client, Completion
+from paceline.rpc.client import Client, Completion, Round
 from paceline.sampling import SamplingParams
 from paceline.tokenizer import ChatTemplate, Tokenizer, chat_template, load_tokenizer
 
@@ -95,23 +95,30 @@ DEMOS = {
 }
 
 
+class _Run(NamedTuple):
+    """What came, and the seconds that all its tokens take at the speed of those after the first
+    round: the first one waits for the prompt to be read, which the second run finds in a cache.
+    """
+
+    completion: Completion
+    seconds: float
+
+
 @dataclass
 class _Prompt:
     """The measurements of one prompt."""
 
-    drafts: list[Completion] = field(default_factory=list)
-    ar: list[Completion] = field(default_factory=list)
-    draft_seconds: list[float] = field(default_factory=list)
-    ar_seconds: list[float] = field(default_factory=list)
+    drafts: list[_Run] = field(default_factory=list)
+    ar: list[_Run] = field(default_factory=list)
 
     @property
     def identical(self) -> bool:
         """Whether all runs, with drafts and without, gave the same tokens."""
-        return len({completion.token_ids for completion in (*self.drafts, *self.ar)}) == 1
+        return len({run.completion.token_ids for run in (*self.drafts, *self.ar)}) == 1
 
     @property
     def num_tokens(self) -> int:
-        return len(self.ar[0].token_ids)
+        return len(self.ar[0].completion.token_ids)
 
 
 def run(
@@ -244,35 +251,28 @@ def _measure(
     drafts: SpeculationConfig,
     show: bool,
 ) -> _Prompt:
+    """Drafts first: a head drafts from what the target reads, and AR leaves it nothing to read."""
     measured = _Prompt()
-    prompt = prompts(text)
-
-    def timed(method: SpeculationConfig) -> None:
-        drafted = method is drafts
-        begin = time.perf_counter()
-        if drafted and show and not measured.drafts:
-            completion = _stream(client, prompts, text, params, drafts)
-        else:
-            completion = client.complete(prompt, params, method)
-        (measured.draft_seconds if drafted else measured.ar_seconds).append(
-            time.perf_counter() - begin
-        )
-        (measured.drafts if drafted else measured.ar).append(completion)
-
-    def report_and_time(*methods: SpeculationConfig) -> None:
-        with showing_progress(show and err.is_terminal) as report:  # a log needs no such line
-            report("timing drafts against AR")
-            for method in methods:
-                timed(method)
-
-    client.complete(
-        prompt, replace(params, max_tokens=1), AR
-    )  # so that all runs find the prompt in the target's cache
-    report_and_time(AR)
-    timed(drafts)
-    again = (AR,) if prompts.demo.remembers else (AR, drafts)
-    report_and_time(*again * (REPEATS - 1))
+    rounds = client.generate(prompts(text), params, drafts)
+    measured.drafts.append(_timed(_shown(rounds, prompts, text) if show else rounds))
+    with showing_progress(show and err.is_terminal) as report:  # a log needs no such line
+        report("timing AR" if prompts.demo.remembers else "timing drafts against AR")
+        for n in range(REPEATS):
+            if n and not prompts.demo.remembers:
+                measured.drafts.append(_timed(client.generate(prompts(text), params, drafts)))
+            measured.ar.append(_timed(client.generate(prompts(text), params, AR)))
     return measured
+
+
+def _timed(rounds: Iterable[Round]) -> _Run:
+    begin = time.perf_counter()
+    came = [(each, time.perf_counter()) for each in rounds]
+    completion = Completion.of([each for each, _ in came])
+    (first, start), (_, end) = came[0], came[-1]
+    num_tokens = len(completion.token_ids)
+    num_later = num_tokens - len(first.token_ids)
+    seconds = (end - start) * num_tokens / num_later if num_later else end - begin
+    return _Run(completion, seconds)
 
 
 # --- on the terminal ------------------------------------------------------------------------------
@@ -295,26 +295,21 @@ def _plain(console: Console) -> bool:
     return console.no_color or not console.is_terminal
 
 
-def _stream(
-    client: Client, prompts: _Prompts, text: str, params: SamplingParams, drafts: SpeculationConfig
-) -> Completion:
+def _shown(rounds: Iterable[Round], prompts: _Prompts, text: str) -> Iterator[Round]:
     """Print the prompt, and the text after it as its tokens are committed."""
     splitter = PieceSplitter(prompts.tokenizer)
-    prompt = prompts(text)
     out.print()
-    if prompt == text:
+    if prompts(text) == text:
         out.print(Text(text, "dim"), end="", soft_wrap=True)
     else:  # a question with its answer below
         out.print(Text(f"> {text}", "dim"), soft_wrap=True)
     marks = _Marks(out)
-    rounds = []
-    for item in client.generate(prompt, params, drafts):
-        rounds.append(item)
-        for piece in splitter.split(item.token_ids, item.num_accepted, item.text):
+    for each in rounds:
+        yield each
+        for piece in splitter.split(each.token_ids, each.num_accepted, each.text):
             marks.print(piece)
         out.file.flush()
     marks.close()
-    return Completion.of(rounds)
 
 
 class _Marks:
@@ -346,7 +341,7 @@ class _Marks:
 
 def _result(measured: dict[str, _Prompt], described: dict[str, Any]) -> dict[str, Any]:
     rows = {name: _row([prompt]) for name, prompt in measured.items()}
-    last = next(iter(measured.values())).drafts[0].last
+    last = next(iter(measured.values())).drafts[0].completion.last
     return {
         **_row(list(measured.values())),
         "target_pid": last.target_pid,
@@ -359,9 +354,9 @@ def _result(measured: dict[str, _Prompt], described: dict[str, Any]) -> dict[str
 def _row(prompts: list[_Prompt]) -> dict[str, Any]:
     """Sums over prompts; ratios of sums."""
     num_tokens = sum(p.num_tokens for p in prompts)
-    with_drafts = num_tokens / sum(statistics.median(p.draft_seconds) for p in prompts)
-    ar = num_tokens / sum(statistics.median(p.ar_seconds) for p in prompts)
-    stats = [p.drafts[0].statistics for p in prompts]
+    with_drafts = num_tokens / sum(_median_seconds(p.drafts) for p in prompts)
+    ar = num_tokens / sum(_median_seconds(p.ar) for p in prompts)
+    stats = [p.drafts[0].completion.statistics for p in prompts]
     drafted = sum(s.num_drafted for s in stats)
     return {
         "num_tokens": num_tokens,
@@ -374,6 +369,10 @@ def _row(prompts: list[_Prompt]) -> dict[str, Any]:
         "drafter_lost": any(s.drafter_lost for s in stats),
         "identical_to_ar": all(p.identical for p in prompts),
     }
+
+
+def _median_seconds(runs: Sequence[_Run]) -> float:
+    return statistics.median(run.seconds for run in runs)
 
 
 def _table(measured: dict[str, _Prompt], result: dict[str, Any]) -> Table:

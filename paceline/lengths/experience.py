@@ -43,7 +43,9 @@ TRIAL_SESSIONS = 2  # of a crowd that try a drafter of which nothing is known
 LOOKUPS = frozenset({"forced", "predicted_outputs", SUFFIX, "copyspec", "prompt_lookup"})
 HEAD_COST = 0.04  # rounds of AR in each round: a head reads the prompt and all that is committed
 CROWD = 4  # sessions, from which on drafters are judged by the number of sessions
-TRY_AGAIN = 16  # sessions, of which one has a drafter that did not pay for others
+# Sessions, of which one has a drafter that did not pay for others: in a crowd, where all wait for
+# its trials; and alone, at first and after some trials, each of which doubles the number.
+TRY_AGAIN, TRY_SOON, TRY_LATER = 16, 2, 8
 MOST_WEIGHT = 1.0 / (1.0 - SHARED_MEMORY)  # that decaying counts reach
 RANK_MEMORY = 0.9995  # decay of what is known of a rank, for each time that it was offered
 
@@ -201,7 +203,7 @@ class Roster:
     def __init__(self) -> None:
         self.seen: dict[tuple[str, str], Balance] = {}  # by kind of prompt, and drafter
         self._tried: dict[tuple[str, str], int] = {}
-        self._refused: dict[tuple[str, str], int] = {}
+        self._refused: dict[tuple[str, str], tuple[int, int]] = {}  # times; until it is tried
 
     def joins(self, drafter: str, workload: str, num_sessions: int) -> bool:
         """Whether a new session of that kind of prompt has the drafter, as one of so many sessions.
@@ -222,9 +224,15 @@ class Roster:
             self._tried[key] = tried = self._tried.get(key, 0) + 1
             pays = num_sessions < CROWD or tried <= TRIAL_SESSIONS
         if pays:
+            self._refused.pop(key, None)
             return True
-        self._refused[key] = refused = self._refused.get(key, 0) + 1
-        return refused % TRY_AGAIN == 0
+        in_crowd = num_sessions >= CROWD
+        refused, until = self._refused.get(key, (0, TRY_AGAIN if in_crowd else TRY_SOON))
+        refused += 1
+        if again := refused == until:
+            refused, until = 0, until if in_crowd else min(2 * until, TRY_LATER)
+        self._refused[key] = refused, until
+        return again
 
     def count(
         self, workload: str, costs: Mapping[str, float], chosen: str | None, saved: float

@@ -68,6 +68,7 @@ FIRST_COST = 0.5  # that it counts as at most, when it has been made
 HOT = 2  # right tokens of a draft after which the next one is likelier to be right, too
 PACE_ROUNDS = 4.0  # rounds of AR whose time other sessions' speed outweighs a session's own
 FIRST_ASKS = 4  # rounds in which a new session asks every quick drafter
+TRUSTED_DRAFTS = 4.0  # of lookups, as which it counts that they are as often right as for others
 WORTH_MEMORY = 0.9  # decay of what a quick drafter's drafts have saved, for each time it was asked
 REACHED = 0.7  # probability that all tokens before a draft's next one are right
 MOST_SURE = 0.9  # highest confidence that a draft must have to go on
@@ -274,6 +275,39 @@ class _Promise(NamedTuple):
         roster.count(self.workload, self.costs, self.chosen, saved)
 
 
+class _Trust:
+    """How far a session's text repeats as others did: of the lookups' drafts that were expected to
+    begin right, the share that has; 1 at most.
+
+    Each class of drafts has rates of its own, and in a session few drafts. Where those of one class
+    are wrong, so are the next ones of other classes.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._expected = self._came = 0.0
+        self._known: list[DepthRates] = []
+
+    def near(self, shared: DepthRates, kind: int) -> DepthRates:
+        """A session's rates of a class of drafts, of which others have ``shared``."""
+        if kind <= 1:  # a model's
+            return DepthRates(self._longest, shared.rates, MEMORY)
+        self._known.append(known := DepthRates(self._longest, lambda: self._part(shared), MEMORY))
+        return known
+
+    def _part(self, shared: DepthRates) -> list[float]:
+        part = (self._came + TRUSTED_DRAFTS) / (self._expected + TRUSTED_DRAFTS)
+        return [min(1.0, part) * rate for rate in shared.rates()]
+
+    def settle(self, draft: _Unjudged, shared: DepthRates) -> None:
+        """Learn from a draft whose fate is known; those of models tell nothing of the text."""
+        if draft.kind > 1:
+            self._expected = MEMORY * self._expected + shared.rates()[0]
+            self._came = MEMORY * self._came + (draft.right > draft.first)
+            for known in self._known:
+                known.renew()
+
+
 class _Candidate:
     """What a session knows of one drafter."""
 
@@ -337,7 +371,7 @@ class Auto:
         self._match: Draft | None = None  # suffix decoding's
         self._costs: dict[str, tuple[float, float, float]] = {}  # of models, in this round
         self._credit = 0.0  # seconds that may be spent on learning
-        self._pace, self._rest = _Pace(MEMORY), Rest()
+        self._pace, self._rest, self._trust = _Pace(MEMORY), Rest(), _Trust(self._longest)
         self._stop = ConfidenceStop(1, 0.0)
         self.stop_rule: StopRule | None = self._stop
         self._promise: _Promise | None = None
@@ -536,7 +570,7 @@ class Auto:
         known = self._candidates[drafter].acceptance
         if kind not in known:
             shared = self._known.acceptance(self._workload, drafter, kind)
-            known[kind] = DepthRates(self._longest, shared.rates, MEMORY)
+            known[kind] = self._trust.near(shared, kind)
         return known[kind]
 
     def _longest_of(self, drafter: str) -> int:
@@ -602,8 +636,9 @@ class Auto:
             if draft.settle(token_ids):
                 right = draft.right - draft.first
                 if right >= 0:
-                    self._acceptance(draft.drafter, draft.kind).observe(draft.asked, right)
                     shared = self._known.acceptance(self._workload, draft.drafter, draft.kind)
+                    self._trust.settle(draft, shared)
+                    self._acceptance(draft.drafter, draft.kind).observe(draft.asked, right)
                     shared.observe(draft.asked, right)
             elif len(token_ids) >= draft.start:  # else the session was truncated
                 going.append(draft)

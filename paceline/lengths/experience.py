@@ -90,7 +90,12 @@ class DepthRates:
 
         A model that is not chosen hardly drafts. What a session has once seen of it would stay.
         """
-        self._weight, self._known = self._weight / self._memory, None
+        self._weight /= self._memory
+        self.renew()
+
+    def renew(self) -> None:
+        """Compute the rates again, since what is expected has changed."""
+        self._known = None
 
     @property
     def experience(self) -> float:

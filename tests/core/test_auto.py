@@ -25,10 +25,19 @@ from paceline.engine import Engine
 from paceline.engine.intake import LONGEST_READ
 from paceline.errors import InvalidArgument
 from paceline.lengths import goodput
-from paceline.lengths.auto import LEARNING_SHARE, MEMORY, Auto, _class_of, _Known
+from paceline.lengths.auto import (
+    LEARNING_SHARE,
+    MEMORY,
+    Auto,
+    _class_of,
+    _Known,
+    _Trust,
+    _Unjudged,
+)
 from paceline.lengths.base import LengthContext, length_bounds
 from paceline.lengths.experience import (
     MOST_WEIGHT,
+    SHARED_MEMORY,
     TRIAL_ROUNDS,
     TRIAL_SESSIONS,
     TRY_AGAIN,
@@ -460,7 +469,7 @@ def test_a_head_that_is_not_chosen_joins_few_sessions() -> None:
     roster = experience_of(engine.length_context).roster
     for _ in range(400):
         roster.count("short", {"eagle": 0.04}, None, 0.0)
-    assert sum(has_head(engine) for _ in range(2 * TRY_AGAIN)) == 2
+    assert [n for n in range(1, 33) if has_head(engine)] == [2, 6, 14, 22, 30]
     for _ in range(10):
         roster.count("short", {"eagle": 0.04}, "eagle", 0.5)
     assert all(has_head(engine) for _ in range(4))
@@ -630,7 +639,7 @@ def test_what_a_drafter_saved_counts_against_what_it_cost() -> None:
     for chosen in ("a", None, None, None) * 100:
         roster.count("short", {"a": 0.04, "b": 0.04}, chosen, 0.2)
     assert all(roster.joins("a", "short", 1) for _ in range(TRY_AGAIN))  # 5 rounds for 4
-    assert sum(roster.joins("b", "short", 1) for _ in range(2 * TRY_AGAIN)) == 2
+    assert [n for n in range(1, 33) if roster.joins("b", "short", 1)] == [2, 6, 14, 22, 30]
     assert all(roster.joins("b", "long", 1) for _ in range(TRY_AGAIN))  # nothing known
 
 
@@ -644,7 +653,28 @@ def test_one_bad_text_refuses_no_drafter() -> None:
     assert sum(roster.joins("a", good, 8) for _ in range(TRY_AGAIN)) == 1  # it would cost them all
     for _ in range(300):
         roster.count(good, {"a": 0.02}, "a", -0.05)
-    assert sum(roster.joins("a", good, 1) for _ in range(TRY_AGAIN)) == 1
+    assert [n for n in range(1, 15) if roster.joins("a", good, 1)] == [2, 6, 14]
+
+
+def test_a_text_that_does_not_repeat_is_seen_in_all_classes_of_lookups() -> None:
+    shared = [DepthRates(2, lambda rate=rate: [rate, rate], SHARED_MEMORY) for rate in (0.5, 0.8)]
+    model = DepthRates(2, lambda: [0.6, 0.6], SHARED_MEMORY)
+    trust = _Trust(2)
+    seen, other = trust.near(shared[0], 2), trust.near(shared[1], 4)
+    own = trust.near(model, 0)
+    before = seen.rates(), other.rates(), own.rates()
+    assert before == ([0.5, 0.5], [0.8, 0.8], [0.6, 0.6])
+    for _ in range(8):
+        wrong = _Unjudged("suffix", 2, 0, [7], 1, 0)
+        assert wrong.settle([8])
+        trust.settle(wrong, shared[0])
+    assert 0.3 < other.rates()[0] < 0.5
+    assert own.rates() == before[2]
+    for _ in range(60):
+        right = _Unjudged("suffix", 2, 0, [7], 1, 0)
+        right.settle([7])
+        trust.settle(right, shared[0])
+    assert other.rates() == before[1]  # no more than others have seen
 
 
 def test_a_model_that_is_left_is_soon_tried_again() -> None:

@@ -759,8 +759,8 @@ def demo(
     Starts a local Ray, deploys a target (smollm2: with its drafters; demo: and a drafter in an
     actor of its own), sends some prompts (smollm2: a question, a function to write, a text to
     summarise, one to correct) through the gRPC endpoint, prints the text as it is committed and a
-    table of speeds and acceptance, and stops what it started. Exit code 1 if the tokens are not
-    those of AR.
+    table of speeds, from the first token on, and acceptance, and stops what it started. Exit code 1
+    if the tokens are not those of AR.
     """
     require("serve", "ray", "grpc")
     from paceline.cluster import demo as demo_module

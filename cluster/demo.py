@@ -97,7 +97,7 @@ DEMOS = {
 
 class _Run(NamedTuple):
     """What came, and the seconds that all its tokens take at the speed of those after the first
-    round: the first one waits for the prompt to be read, which the second run finds in a cache.
+    round. That one waits until the prompt is read, and only the first run has to read it.
     """
 
     completion: Completion
@@ -252,15 +252,15 @@ def _measure(
     show: bool,
 ) -> _Prompt:
     """Drafts first: a head drafts from what the target reads, and AR leaves it nothing to read."""
-    measured = _Prompt()
-    rounds = client.generate(prompts(text), params, drafts)
+    measured, prompt = _Prompt(), prompts(text)
+    rounds = client.generate(prompt, params, drafts)
     measured.drafts.append(_timed(_shown(rounds, prompts, text) if show else rounds))
     with showing_progress(show and err.is_terminal) as report:  # a log needs no such line
         report("timing AR" if prompts.demo.remembers else "timing drafts against AR")
         for n in range(REPEATS):
             if n and not prompts.demo.remembers:
-                measured.drafts.append(_timed(client.generate(prompts(text), params, drafts)))
-            measured.ar.append(_timed(client.generate(prompts(text), params, AR)))
+                measured.drafts.append(_timed(client.generate(prompt, params, drafts)))
+            measured.ar.append(_timed(client.generate(prompt, params, AR)))
     return measured
 
 

@@ -38,8 +38,8 @@ _COMMON: dict[str, Any] = {
 }
 
 _ROUTER_LOCK = threading.Lock()
-"""Ray pickles a router by marking its module in a set of the process, and forgets the mark after:
-of two threads that build an application at once, the second would find it gone."""
+"""To pickle a router, Ray marks its module in a set of the process, and then removes the mark: of
+two threads that build an application at once, one would find it gone."""
 
 
 def build(args: dict[str, Any]) -> Application:

@@ -68,7 +68,7 @@ FIRST_COST = 0.5  # that it counts as at most, when it has been made
 HOT = 2  # right tokens of a draft after which the next one is likelier to be right, too
 PACE_ROUNDS = 4.0  # rounds of AR whose time other sessions' speed outweighs a session's own
 FIRST_ASKS = 4  # rounds in which a new session asks every quick drafter
-TRUSTED_DRAFTS = 4.0  # of lookups, as which it counts that they are as often right as for others
+TRUSTED_DRAFTS = 4.0  # weight of the guess that lookups are right as often as in other sessions
 WORTH_MEMORY = 0.9  # decay of what a quick drafter's drafts have saved, for each time it was asked
 REACHED = 0.7  # probability that all tokens before a draft's next one are right
 MOST_SURE = 0.9  # highest confidence that a draft must have to go on
@@ -303,7 +303,7 @@ class _Trust:
         """Learn from a draft whose fate is known; those of models tell nothing of the text."""
         if draft.kind > 1:
             self._expected = MEMORY * self._expected + shared.rates()[0]
-            self._came = MEMORY * self._came + (draft.right > draft.first)
+            self._came = MEMORY * self._came + (draft.right > 0)
             for known in self._known:
                 known.renew()
 

@@ -35,8 +35,9 @@ FIRST_BY_MATCH = 0.6, 0.6, 0.6, 0.8, 0.9
 FIRST_OF_FORCED = 0.95  # what a constraint forces is wrong only where tokens are cut otherwise
 RELAY = "relay"  # what is looked up behind a model's draft
 TRIAL_ROUNDS = 64.0  # rounds of sessions with a drafter, until it is known whether it pays
-# Rounds of AR by which what a draft saves in a round varies; over n rounds, sqrt(n) times as many.
-# Alone, a drafter is refused only where it lacks more; in a crowd all sessions wait for its trial.
+# What a draft saves in one round varies by about so many rounds of AR, and what n rounds save by
+# sqrt(n) times as many. A lone session is refused a drafter only where it lacks more than that; in
+# a crowd, where all sessions wait for a trial, without that allowance.
 DOUBT = 0.5
 TRIAL_SESSIONS = 2  # of a crowd that try a drafter of which nothing is known
 # Drafters that read and draft only when they are asked: what that costs, the session sees itself.
@@ -86,9 +87,9 @@ class DepthRates:
             self._weight = 1.0
 
     def fade(self) -> None:
-        """Count what it knows less: a draft would have come, and was not made.
+        """Count what it knows less, as if it had seen another draft, where none was made.
 
-        A model that is not chosen hardly drafts. What a session has once seen of it would stay.
+        A model that is not chosen hardly drafts: a session would keep what it once saw of it.
         """
         self._weight /= self._memory
         self.renew()
@@ -208,7 +209,7 @@ class Roster:
     def __init__(self) -> None:
         self.seen: dict[tuple[str, str], Balance] = {}  # by kind of prompt, and drafter
         self._tried: dict[tuple[str, str], int] = {}
-        self._refused: dict[tuple[str, str], tuple[int, int]] = {}  # times; until it is tried
+        self._refused: dict[tuple[str, str], tuple[int, int]] = {}  # in a row, of how many
 
     def joins(self, drafter: str, workload: str, num_sessions: int) -> bool:
         """Whether a new session of that kind of prompt has the drafter, as one of so many sessions.
@@ -217,21 +218,21 @@ class Roster:
         """
         if drafter in LOOKUPS:
             return True
+        in_crowd = num_sessions >= CROWD
         for kind in _crowds(workload, num_sessions):
             key = kind, drafter
             known = self.seen.get(key, Balance())
             if known.rounds >= TRIAL_ROUNDS:
-                doubt = DOUBT * math.sqrt(known.rounds) if num_sessions < CROWD else 0.0
+                doubt = 0.0 if in_crowd else DOUBT * math.sqrt(known.rounds)
                 pays = known.saved + doubt >= known.cost
                 break
         else:  # all of a crowd would wait for what each of them tries
             key = crowded(workload, num_sessions), drafter
             self._tried[key] = tried = self._tried.get(key, 0) + 1
-            pays = num_sessions < CROWD or tried <= TRIAL_SESSIONS
+            pays = not in_crowd or tried <= TRIAL_SESSIONS
         if pays:
             self._refused.pop(key, None)
             return True
-        in_crowd = num_sessions >= CROWD
         refused, until = self._refused.get(key, (0, TRY_AGAIN if in_crowd else TRY_SOON))
         refused += 1
         if again := refused == until:

@@ -50,7 +50,7 @@ def test_shipped_files_serve_all_three_commands(path: Path) -> None:
 
 def test_threads_may_build_applications_at_once() -> None:
     was = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # without the lock, 4 to 12 of 120 fail
+    sys.setswitchinterval(1e-6)  # without the lock, some of them fail
     try:
         with ThreadPoolExecutor(4) as pool:
             applications = list(pool.map(build, [{}] * 120))
